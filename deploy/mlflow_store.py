@@ -6,7 +6,7 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
-from vitray import storage
+from vitray.system import storage
 
 
 def save(folder: Path, destination: str) -> list[str]:

@@ -9,9 +9,9 @@ from cifar10_texts import THINGS, Thing
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from vitray.plotting import LIGHT, new_figure, style_axis, to_png
-from vitray.sweep.report.drawing import Label, label_ends
-from vitray.sweep.report.groups import interval_of
+from vitray.pages.plotting import LIGHT, new_figure, style_axis, to_png
+from vitray.sweeps.report.drawing import Label, label_ends
+from vitray.sweeps.report.groups import interval_of
 
 IMAGES = DOCS / "images"
 

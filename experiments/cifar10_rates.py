@@ -16,14 +16,14 @@ from cifar10_texts import THINGS
 
 import tune_spaces
 from pipelines import recipes
-from vitray import storage
 from vitray.config import load_run
 from vitray.config.sweep import slug
 from vitray.runs.run_dir import OUTCOME
-from vitray.storage import scratch_folder
-from vitray.sweep.driver import SWEEP_META
-from vitray.sweep.space import grid_points, name_of, read_space
-from vitray.sweep.trial_store import read_entries
+from vitray.sweeps.space import grid_points, name_of, read_space
+from vitray.sweeps.sweep import SWEEP_META
+from vitray.sweeps.trial_store import read_entries
+from vitray.system import storage
+from vitray.system.storage import scratch_folder
 
 MARK, INDENT = "  # rates\n", "      "
 # In the head of a space; a line does not break inside.

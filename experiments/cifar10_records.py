@@ -8,12 +8,12 @@ from cifar10_rates import check_settings
 from cifar10_texts import THINGS
 
 import tune_spaces
-from vitray import storage
 from vitray.runs.run_dir import OUTCOME
-from vitray.sweep.driver import SWEEP_META
-from vitray.sweep.space import read_space
-from vitray.sweep.trial_store import read_entries, read_record
-from vitray.tracking.system_info import facts
+from vitray.sweeps.space import read_space
+from vitray.sweeps.sweep import SWEEP_META
+from vitray.sweeps.trial_store import read_entries, read_record
+from vitray.system import storage
+from vitray.system.host_facts import facts
 
 NOTHING = {"machines": {}, "trials": [], "stages": [], "labels": []}
 COSTS = ("device_seconds", "model_bytes", "peak_memory_bytes", "images_per_second")

@@ -34,8 +34,8 @@ from cifar10_texts import (
 import tune_spaces
 from pipelines import recipes
 from vitray.config import load_run
-from vitray.sweep.report.groups import Interval, interval_of
-from vitray.sweep.space import check_space, read_space, resolve_stages
+from vitray.sweeps.report.groups import Interval, interval_of
+from vitray.sweeps.space import check_space, read_space, resolve_stages
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"

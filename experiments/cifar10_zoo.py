@@ -17,11 +17,11 @@ from cifar10_results import DOCS, Cell, cells_of, points, train_command
 from cifar10_texts import HOURS, THINGS, Thing
 
 import tune_spaces
-from vitray import storage
 from vitray.config import Run
-from vitray.evaluation.intervals import wilson
+from vitray.metrics.intervals import wilson
 from vitray.runs.run_dir import OUTCOME, finished_outcome
-from vitray.sweep.space import grid_points, name_of, read_space
+from vitray.sweeps.space import grid_points, name_of, read_space
+from vitray.system import storage
 from vitray.training import checkpoints
 from vitray.training.probes import network_weights
 from vitray.weights import identity_of, open_weights, save_model

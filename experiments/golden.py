@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from pipelines.__main__ import main as vitray
 from vitray.cluster.session import ray_session
-from vitray.tracking.system_info import facts
+from vitray.system.host_facts import facts
 
 RECORD = Path(__file__).with_name("golden.json")
 STEPS = ["optim.batch=16", "optim.duration=60 steps", "optim.warmup=10 steps", "evaluate.every=30 steps"]

@@ -14,15 +14,15 @@ from typing import Any
 
 from ray import tune
 
-import vitray.sweep.trial
-from vitray import storage
+import vitray.sweeps.trial
 from vitray.cluster.session import ray_session
 from vitray.config import load_run
 from vitray.data.shards import read_request, write_dataset
-from vitray.sweep.driver import sweep
-from vitray.sweep.plan import Recipe
-from vitray.sweep.space import read_space
-from vitray.sweep.trial_store import TrialRecord, write_record
+from vitray.sweeps.plan import Recipe
+from vitray.sweeps.space import read_space
+from vitray.sweeps.sweep import sweep
+from vitray.sweeps.trial_store import TrialRecord, write_record
+from vitray.system import storage
 
 TRIALS = 200
 STEPS = 5
@@ -72,7 +72,7 @@ class StandIn(tune.Trainable):
 
 def main() -> None:
     """Print a table."""
-    vitray.sweep.trial.TrialTrainable = StandIn  # type: ignore[misc, assignment]
+    vitray.sweeps.trial.TrialTrainable = StandIn  # type: ignore[misc, assignment]
     rows = []
     with tempfile.TemporaryDirectory(prefix="vitray-") as name, ray_session(cpus=4):
         folder = Path(name)

@@ -19,15 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from vitray import storage
 from vitray.bench.recipe_stages import measure_stages, plan_machines
 from vitray.bench.verdict import predict
 from vitray.cluster.session import ray_session
 from vitray.config import Run, load_run
 from vitray.data.shards import read_request, write_dataset
-from vitray.runs.driver import train
 from vitray.runs.run_dir import OUTCOME
-from vitray.tracking import system_info
+from vitray.runs.train import train
+from vitray.system import host_facts, storage
 
 # Seconds of a prediction's measurements, and of the training beside it.
 PREDICTING, TRAINING = 5.0, 32.0
@@ -77,7 +76,7 @@ def main(words: Sequence[str] | None = None) -> None:
                     break
                 rows.append({"name": each} | measure(runs[each].replace({"data.url": str(folder / "demo")}), folder))
                 options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps({"facts": system_info.facts(), "rows": rows}, indent=1) + "\n")
+                options.out.write_text(json.dumps({"facts": host_facts.facts(), "rows": rows}, indent=1) + "\n")
                 print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(table(rows))
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from pipelines import shard, train
 from pipelines.__main__ import run_verb
-from vitray import storage
 from vitray.data.shards.manifest import MANIFEST
+from vitray.system import storage
 
 DATA, IMAGES, REGISTER = "data/demo", 6000, "tracking.register_as=demo"
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from pipelines import doctor_data
 from pipelines.__main__ import run_verb
-from vitray import storage
 from vitray.cluster import session
 from vitray.errors import RunError
+from vitray.system import storage
 
 
 def main(words: list[str]) -> dict[str, Any]:

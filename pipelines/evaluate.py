@@ -4,8 +4,8 @@ from typing import Any
 
 from pipelines import recipes
 from pipelines.__main__ import run_verb
-from vitray import storage
-from vitray.evaluation.report.options import read_options
+from vitray.evaluation.options import read_options
+from vitray.system import storage
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -25,13 +25,14 @@ def main(args: list[str]) -> dict[str, Any]:
         scores, page = evaluate_vtab(vtab._replace(workers=options.workers, max_corrupt=options.max_corrupt))
         print(f"{vtab_text(scores)}\n\n{page}")
         return scores.flat() | {"page": page}
-    from vitray.evaluation.report import driver, texts
+    from vitray.evaluation import evaluate, texts
 
-    request = driver.Request(options.words[:-1], options.words[-1], options.split, options.probes, options.train_split)
+    *models, data = options.words
+    request = evaluate.Request(models, data, options.split, options.probes, options.train_split)
     request = request._replace(out=options.out, workers=options.workers, max_corrupt=options.max_corrupt)
     request = request._replace(corrupt=options.corrupt, imagenet_c=options.imagenet_c, baseline=options.baseline)
     request = request._replace(labels=options.labels, train_shares=options.train_shares)
-    evaluation, page = driver.evaluate(request)
+    evaluation, page = evaluate.evaluate(request)
     print(f"{texts.scores_text(evaluation)}\n\n{page}")
     return evaluation.flat() | {"page": page}
 

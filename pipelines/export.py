@@ -4,8 +4,8 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray import storage
-from vitray.serving.export.options import ExportRequest, graph_targets, listed_targets, targets_with
+from vitray.exports.options import ExportRequest, graph_targets, listed_targets, targets_with
+from vitray.system import storage
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def main(args: list[str]) -> dict[str, Any]:
 
     storage.check_there(options.model)
     # Imported late, because torch takes a second.
-    from vitray.serving.export.driver import export_network
+    from vitray.exports.export import export_network
 
     values = vars(options)
     values.pop("json")

@@ -4,8 +4,8 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray import storage
 from vitray.config.figures import NEEDS
+from vitray.system import storage
 
 
 def main(args: list[str]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray import storage
+from vitray.system import storage
 
 
 def main(args: list[str]) -> dict[str, Any]:

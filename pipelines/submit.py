@@ -7,8 +7,8 @@ from typing import Any
 
 from pipelines.__main__ import FILES, VERBS, run_verb
 from vitray.cluster import job_package, jobs
-from vitray.cluster.source import commit_variables
 from vitray.errors import ConfigError, nearest
+from vitray.system.commit import commit_variables
 
 LOCAL_VERBS = {"demo", "submit", "jobs", "stop", "ui"}
 

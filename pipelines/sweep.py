@@ -9,10 +9,10 @@ from typing import Any
 import tune_spaces
 from pipelines import recipes
 from pipelines.__main__ import run_verb
-from vitray import storage
 from vitray.config import load_run
-from vitray.sweep.space import check_overrides, extend_space, read_space, split_overrides
-from vitray.tracking.mlflow_client import tracking_uri
+from vitray.sweeps.space import check_overrides, extend_space, read_space, split_overrides
+from vitray.system import storage
+from vitray.system.mlflow_client import tracking_uri
 
 EXAMPLES = (
     "The same command with the same --name resumes an interrupted sweep. examples: vitray sweep demo "
@@ -40,8 +40,8 @@ def main(args: list[str]) -> dict[str, Any]:
     default = f"{Path(options.space).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     storage.check_name(name := default if options.name is None else options.name, "--name")
 
-    from vitray.sweep.driver import retry_failed, sweep
-    from vitray.sweep.plan import Recipe, dry_run
+    from vitray.sweeps.plan import Recipe, dry_run
+    from vitray.sweeps.sweep import retry_failed, sweep
 
     stage_recipes = {
         stage: Recipe(load_run(recipes.path_of(recipe), own), [recipe, *own])

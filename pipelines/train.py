@@ -8,10 +8,10 @@ from typing import Any
 
 from pipelines import recipes
 from pipelines.__main__ import run_verb
-from vitray import storage
 from vitray.config import load_run, split_words
 from vitray.errors import ConfigError
-from vitray.tracking.mlflow_client import tracking_uri
+from vitray.system import storage
+from vitray.system.mlflow_client import tracking_uri
 
 EXAMPLES = (
     "examples: vitray train demo data.url=data/demo; vitray train my.yaml optim.lr=3e-4 --name low --out s3://b/runs; "
@@ -41,9 +41,9 @@ def main(args: list[str]) -> dict[str, Any]:
         wanted = "no recipe: the run has its own" if options.resume else recipe
         raise ConfigError(f"got {' and '.join(names) or 'no recipe'}, expected {wanted}")
 
-    from vitray.runs.driver import train
     from vitray.runs.resolve import check_storage, plan_of, plan_text, resolve
     from vitray.runs.run_dir import stored_run
+    from vitray.runs.train import train
 
     for option in ("name", "resume", "fork"):
         storage.check_name(getattr(options, option), f"--{option}")

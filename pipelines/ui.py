@@ -7,7 +7,7 @@ from typing import Any
 from pipelines.__main__ import run_verb
 from vitray.config.parsing import count_up_to
 from vitray.errors import ConfigError, redact_uri
-from vitray.tracking.mlflow_client import artifact_root, tracking_uri
+from vitray.system.mlflow_client import artifact_root, tracking_uri
 from vitray.tracking.ui_server import DEFAULT_PORTS, runs_url, serve
 
 

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray import storage
+from vitray.system import storage
 
 ARGUMENTS = {"show": "one address", "flatten": "DELTA TARGET", "repatch": "MODEL PATCH TARGET, PATCH in pixels"}
 ARGUMENTS |= {"checkpoint": "RUN TARGET, or RUN/checkpoints/step-00001200 TARGET"}

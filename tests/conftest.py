@@ -102,7 +102,7 @@ def ray_cluster(s3_server) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory) -> Path:
     """An empty MLflow store, created once: the creation of its tables takes seconds."""
-    from vitray.tracking.mlflow_client import import_mlflow, open_client
+    from vitray.system.mlflow_client import import_mlflow, open_client
 
     import_mlflow()
     path = tmp_path_factory.mktemp("template") / "mlruns.db"

@@ -20,11 +20,11 @@ from vitray.bench.finetune import recipe as bench_recipe
 from vitray.config import Model, Run
 from vitray.config.finetuning import Lora
 from vitray.config.training import Ema, Finetune
-from vitray.data.augment.batch import normalized
+from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
+from vitray.exports.folding import fold
 from vitray.models.adapters import LoraLinear, add_lora, merge_lora
 from vitray.models.vit import ViT
-from vitray.serving.export.folding import fold
 from vitray.tasks.build import build_task
 from vitray.tasks.supervised import Classification
 from vitray.training import checkpoints

@@ -35,8 +35,12 @@ from vitray.config.augmentation import (
 from vitray.config.parsing import apply_changes, parse_overrides, parse_yaml
 from vitray.config.sections import Section
 from vitray.config.validation import explain_error
-from vitray.data.augment import draws, policy
-from vitray.data.augment.batch import (
+from vitray.data.augment import draws, ops_pillow
+from vitray.data.augment.contact_sheets import Sample, contact_sheet
+from vitray.data.augment.crops import augment_image, crop_center, draw_box, resize
+from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.data.augment.keyed_random import generator, raw_draws, step_generator
+from vitray.data.augment.mixing import (
     BatchRows,
     BatchSettings,
     Mixing,
@@ -50,10 +54,6 @@ from vitray.data.augment.batch import (
     partners,
     prepare_batch,
 )
-from vitray.data.augment.contact_sheets import Sample, contact_sheet
-from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.image import augment_image, crop_center, draw_box, resize
-from vitray.data.augment.keyed_random import generator, raw_draws, step_generator
 from vitray.data.stream.epoch_order import EpochOrder, positions_of
 from vitray.errors import ConfigError
 from vitray.tasks.losses import binary_cross_entropy
@@ -427,7 +427,7 @@ def views(order):
     import numpy as np
     from hashlib import sha256
     from vitray.data.augment.keyed_random import generator
-    from vitray.data.augment.image import augment_image
+    from vitray.data.augment.crops import augment_image
     from vitray.config.augmentation import Augment
 
     hashes = {}
@@ -489,7 +489,7 @@ def test_operations_equal_timms(operation, increasing, monkeypatch):
                 # timm translates in the other direction; both directions are equally likely.
                 ours = -sign if operation.startswith("translate") else sign
                 amount = draws.timm_amount(operation, magnitude, increasing, image.size, ours)
-                result = policy.operate(image, operation, amount, interpolation, FILL)
+                result = ops_pillow.operate(image, operation, amount, interpolation, FILL)
                 if operation == "posterize" and amount == 0:
                     assert not np.any(result)  # timm's posterize fails here on Pillow 13
                 else:
@@ -514,7 +514,7 @@ def test_operations_equal_torchvisions(magnitude):
             mode = T.InterpolationMode.BILINEAR
             theirs = torchvision_auto._apply_op(image, name, sign * strength, mode, [*FILL])
             amount = draws.torchvision_amount(operation, magnitude / 30, image.size, sign)
-            ours = policy.operate(image, operation, amount, "bilinear", FILL)
+            ours = ops_pillow.operate(image, operation, amount, "bilinear", FILL)
             # torchvision's scale is float32: a level may round to the other side.
             assert difference(np.asarray(ours), theirs).max() <= 1, (operation, sign)
 
@@ -554,7 +554,7 @@ def test_three_augment_applies_exactly_one_of_three_operations():
     counts = {"gray": 0, "solarize": 0, "blur": 0}
     for copy in range(1500):
         operations = draws.draw_policy(ThreeAugment(), image.size, generator(0, 0, "t", copy))
-        augmented = policy.apply_operations(image, operations, "bicubic", (0, 0, 0))
+        augmented = ops_pillow.apply_operations(image, operations, "bicubic", (0, 0, 0))
         [(name, amount)] = operations
         counts[name] += 1
         sigmas += [amount] if name == "blur" else []

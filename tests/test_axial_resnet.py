@@ -17,14 +17,14 @@ from vitray.config import Model, Run, load_run
 from vitray.config.augmentation import Normalize
 from vitray.config.model_names import AXIAL_RESNETS
 from vitray.errors import ConfigError
+from vitray.exports.folding import fold
+from vitray.exports.graphs import trace_program, write_onnx
 from vitray.inspection.states import run_states
 from vitray.models.axial import AXES
 from vitray.models.axial_resnet import HEADS, AxialBottleneck, PositionalAttention
 from vitray.models.counts import Counts, count, diagram
 from vitray.models.network import network_sizes
 from vitray.models.torchvision_networks import TorchvisionNetwork, stage_widths
-from vitray.serving.export.folding import fold
-from vitray.serving.export.graphs import trace_program, write_onnx
 from vitray.weights import import_weights, load_model, save_model
 from vitray.weights.export import write_library
 from vitray.weights.pretrained import adapt

@@ -28,7 +28,6 @@ from safetensors.torch import load_file, save_file
 
 from pipelines import model, shard, weights
 from pipelines.__main__ import run_verb
-from vitray import storage
 from vitray.config import Run, load_run
 from vitray.data.augment.decode import UndecodableImage, decode_image, decode_with_pillow
 from vitray.data.shards import arrays, holdout_mask, open_dataset, read_request, tables
@@ -38,6 +37,7 @@ from vitray.data.shards.sources import detect_source, list_source
 from vitray.data.stream import decoding
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
+from vitray.system import storage
 from vitray.tracking.pyfunc import ImageClassifier
 from vitray.weights import export_weights, files, load_deltas, load_model, save_model
 from vitray.weights.delta import read_state

@@ -22,9 +22,9 @@ from vitray.data.stream.preview import PreviewSettings
 from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT
-from vitray.runs.driver import train as train_run
 from vitray.runs.resolve import plan_text, resolve
-from vitray.sweep.space import Space, check_space, read_space
+from vitray.runs.train import train as train_run
+from vitray.sweeps.space import Space, check_space, read_space
 from vitray.weights import save_model
 from vitray.weights.folder import save_tokenizer
 

@@ -9,8 +9,8 @@ from PIL import Image, ImageFilter
 from test_augment import photo
 
 from vitray.config.augmentation import Augment, CenterCrop, RandAugment, ThreeAugment, TorchvisionRandAugment
-from vitray.data.augment import batch_policy, policy
-from vitray.data.augment.batch_policy import apply_draws, box_weights, level_table
+from vitray.data.augment import ops_pillow, ops_tensor
+from vitray.data.augment.crops import augment_image, crop_and_draw
 from vitray.data.augment.draws import (
     OPERATIONS,
     Draws,
@@ -20,8 +20,8 @@ from vitray.data.augment.draws import (
     torchvision_amount,
     write_draws,
 )
-from vitray.data.augment.image import augment_image, crop_and_draw
 from vitray.data.augment.keyed_random import generator
+from vitray.data.augment.ops_tensor import apply_draws, box_weights, level_table
 
 AUGMENTS = {
     "plain": Augment(),
@@ -54,7 +54,7 @@ def images_of(count: int, height: int, width: int) -> np.ndarray:
 
 
 FILL = (124, 116, 104)
-MODE = policy.InterpolationMode.BILINEAR
+MODE = ops_pillow.InterpolationMode.BILINEAR
 
 
 def draws_of(name: str, amounts: np.ndarray, interpolation="bicubic") -> Draws:
@@ -84,7 +84,7 @@ def check_equal(name: str, height: int, width: int, count: int, device: str = "c
         ours = torch.from_numpy(originals.copy()).to(device)
         apply_draws(ours, draws_of(name, amounts, interpolation))
         for image, original, amount in zip(ours.cpu().numpy(), originals, amounts.tolist(), strict=True):
-            theirs = policy.operate(Image.fromarray(original), name, amount, interpolation, FILL)
+            theirs = ops_pillow.operate(Image.fromarray(original), name, amount, interpolation, FILL)
             assert np.array_equal(image, np.asarray(theirs)), (name, amount, interpolation, original.shape)
 
 
@@ -131,7 +131,7 @@ def rows_of(draws: Draws, rows: slice) -> Draws:
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_a_row_does_not_depend_on_its_batch(size, monkeypatch):
     crops, draws, views = both_ways(AUGMENTS["rand"], [f"{number}" for number in range(32)])
-    monkeypatch.setattr(batch_policy, "PIXELS_AT_ONCE", 24 * 32 * size)
+    monkeypatch.setattr(ops_tensor, "PIXELS_AT_ONCE", 24 * 32 * size)
     for start in range(0, 32, 2 * size):
         rows = slice(start, start + 2 * size)
         apply_draws(crops[rows], rows_of(draws, rows))
@@ -154,12 +154,12 @@ def test_torchvisions_kernels_differ_from_pillow():
     # The reason for kernels of our own; if this fails, torchvision's may replace them.
     image = photo(64, 48)
     kernels = {
-        "gray": (0.0, lambda planes: policy.TF.rgb_to_grayscale(planes, 3)),
-        "blur": (1.7, lambda planes: policy.TF.gaussian_blur(planes, [9, 9], [1.7, 1.7])),
-        "rotate": (12.0, lambda planes: policy.TF.rotate(planes, 12.0, MODE, fill=[*FILL])),
+        "gray": (0.0, lambda planes: ops_pillow.TF.rgb_to_grayscale(planes, 3)),
+        "blur": (1.7, lambda planes: ops_pillow.TF.gaussian_blur(planes, [9, 9], [1.7, 1.7])),
+        "rotate": (12.0, lambda planes: ops_pillow.TF.rotate(planes, 12.0, MODE, fill=[*FILL])),
     }
     for name, (amount, kernel) in kernels.items():
-        pillows = policy.operate(Image.fromarray(image), name, amount, "bilinear", FILL)
+        pillows = ops_pillow.operate(Image.fromarray(image), name, amount, "bilinear", FILL)
         theirs = kernel(torch.from_numpy(image).permute(2, 0, 1)).permute(1, 2, 0)
         assert not np.array_equal(theirs, np.asarray(pillows)), name
 
@@ -170,8 +170,8 @@ def test_each_range_of_levels_is_stretched_as_by_pillow():
     ours = torch.from_numpy(ramps.copy())
     apply_draws(ours, draws_of("auto_contrast", np.zeros(len(ramps))))
     for image, ramp in zip(ours.numpy(), ramps, strict=True):
-        assert np.array_equal(image, policy.operate(Image.fromarray(ramp), "auto_contrast", 0.0, "bilinear", FILL))
-    theirs = policy.TF.autocontrast(torch.from_numpy(ramps).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        assert np.array_equal(image, ops_pillow.operate(Image.fromarray(ramp), "auto_contrast", 0.0, "bilinear", FILL))
+    theirs = ops_pillow.TF.autocontrast(torch.from_numpy(ramps).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
     assert not torch.equal(theirs, ours)  # the reason for a kernel of our own
 
 
@@ -194,7 +194,7 @@ def test_a_box_blur_keeps_the_mean_and_has_the_variance_of_its_sigma():
 def test_posterize_beyond_its_bits_is_black_or_unchanged():
     image = photo(8, 8)
     for amount in (-2.0, 0.0, 8.0, 11.0):
-        pillows = policy.operate(Image.fromarray(image), "posterize", amount, "bilinear", (0, 0, 0))
+        pillows = ops_pillow.operate(Image.fromarray(image), "posterize", amount, "bilinear", (0, 0, 0))
         assert np.array_equal(level_table("posterize", amount)[image], pillows)
 
 

@@ -7,10 +7,10 @@ from scipy.special import log_softmax, softmax
 from sklearn.metrics import brier_score_loss, log_loss
 
 from vitray.errors import ConfigError
-from vitray.evaluation import calibration
-from vitray.evaluation.calibration import adaptive_ece, best_temperature, brier, ece, fit_temperature, nll, reliability
-from vitray.evaluation.intervals import Interval, bootstrap, reflected
-from vitray.evaluation.report.results import score
+from vitray.evaluation.results import score
+from vitray.metrics import calibration
+from vitray.metrics.calibration import adaptive_ece, best_temperature, brier, ece, fit_temperature, nll, reliability
+from vitray.metrics.intervals import Interval, bootstrap, reflected
 
 
 def random_logits(images=500, num_classes=6, seed=0, scale=3.0):

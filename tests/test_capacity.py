@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitray.config import load_run
-from vitray.sweep.capacity import Capacity, Node, TrialResources, describe_capacity, fit_trials
-from vitray.sweep.plan import trial_resources, trials_that_fit
+from vitray.sweeps.capacity import Capacity, Node, TrialResources, describe_capacity, fit_trials
+from vitray.sweeps.plan import trial_resources, trials_that_fit
 
 nodes = st.lists(
     st.builds(Node, cpus=st.integers(0, 12) | st.sampled_from([1.5, 3.75]), gpus=st.integers(0, 4)), max_size=4
@@ -178,5 +178,5 @@ def test_the_message_for_a_trial_that_does_not_fit_names_the_lack(cluster, trial
 )
 def test_the_trials_leave_room_for_evaluations_on_a_gpu(overrides, gpus, concurrent, monkeypatch):
     run, cluster = load_run(None, overrides), [Node(100, each) for each in gpus]
-    monkeypatch.setattr("vitray.sweep.plan.cluster_nodes", lambda: cluster)
+    monkeypatch.setattr("vitray.sweeps.plan.cluster_nodes", lambda: cluster)
     assert trials_that_fit(run, trial_resources(run, cluster), trials=16) == concurrent

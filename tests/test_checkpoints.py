@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from vitray import storage
 from vitray.errors import ConfigError
+from vitray.system import storage
 from vitray.training import checkpoints
 from vitray.training.checkpoints import META, Checkpoint, Saver
 

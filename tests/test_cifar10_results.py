@@ -24,9 +24,9 @@ from pipelines import recipes
 from vitray.config import Run, load_run
 from vitray.models.network import build_network
 from vitray.runs.run_dir import OUTCOME
-from vitray.sweep.driver import SWEEP_META
-from vitray.sweep.space import grid_points, name_of, read_space
-from vitray.sweep.trial_store import POINTS, TrialEntry, TrialRecord, write_record
+from vitray.sweeps.space import grid_points, name_of, read_space
+from vitray.sweeps.sweep import SWEEP_META
+from vitray.sweeps.trial_store import POINTS, TrialEntry, TrialRecord, write_record
 from vitray.training.checkpoints import Checkpoint, write_checkpoint
 from vitray.weights import identity_of, open_weights, save_model
 

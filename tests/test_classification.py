@@ -5,10 +5,10 @@ import pytest
 import torch
 from sklearn import metrics
 
-from vitray.data.augment.batch import DeviceBatch
+from vitray.data.augment.mixing import DeviceBatch
 from vitray.errors import ConfigError
-from vitray.evaluation import scores
-from vitray.evaluation.classification import classify, mean_per_class_of
+from vitray.metrics import scores
+from vitray.metrics.classification import classify, mean_per_class_of
 
 
 def random_logits(images=300, num_classes=9, seed=0):
@@ -80,7 +80,7 @@ def test_the_order_of_images_changes_nothing():
 def test_chunks_change_nothing(monkeypatch):
     logits, labels = random_logits()
     whole = classify(logits, labels)
-    monkeypatch.setattr("vitray.evaluation.classification.CHUNK_VALUES", 70)
+    monkeypatch.setattr("vitray.metrics.classification.CHUNK_VALUES", 70)
     parts = classify(logits, labels)
     assert whole[:8] == parts[:8]
     assert np.array_equal(whole.confidences, parts.confidences)

@@ -455,7 +455,7 @@ import sys, threading, time
 import psutil
 from vitray.cluster import session
 from vitray.config import load_run
-from vitray.runs.driver import train
+from vitray.runs.train import train
 
 killed = []
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitray.config import load_run
-from vitray.data.augment.batch import DeviceBatch
+from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.stream.batches import Share
 from vitray.errors import ConfigError
 from vitray.training.checkpoints import copy_to_host, write_checkpoint

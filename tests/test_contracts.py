@@ -19,12 +19,12 @@ import pytest
 from matplotlib.figure import Figure
 from ray.exceptions import OutOfMemoryError
 
-from vitray import plotting
 from vitray.cluster import doctor, jobs, session
 from vitray.data.stream import stream
 from vitray.errors import ConfigError
+from vitray.pages import plotting
 from vitray.runs import failures
-from vitray.sweep import tuning
+from vitray.sweeps import tuning
 
 ROOT = Path(__file__).parent.parent
 FILES = [
@@ -288,7 +288,7 @@ def test_matplotlib_warns_of_a_letter_that_the_font_lacks():
 
 
 def test_botocore_logs_the_source_of_credentials(monkeypatch, caplog):
-    from vitray import storage
+    from vitray.system import storage
 
     logger = logging.getLogger("botocore")
     for level, records in ((logging.INFO, 1), (logging.NOTSET, 0)):

@@ -12,7 +12,7 @@ from networks import scrambled
 from torch import nn
 
 from vitray.config import Run, load_run
-from vitray.data.augment.batch import DeviceBatch
+from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.stream.batches import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError

@@ -19,15 +19,15 @@ from test_serving import encoded, pictures
 from test_tracking import Server
 
 from pipelines.__main__ import main
-from vitray import load_deltas, storage
+from vitray import load_deltas
 from vitray.config import Model, Run
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
-from vitray.tracking import model_uri
+from vitray.system import storage
 from vitray.tracking.model_flavor import log_model
 from vitray.tracking.model_registry import holder_of, move_champion, register_model
-from vitray.tracking.model_uri import resolve_uri
-from vitray.weights import flatten_model, identity_of, load_model, open_weights, save_model
+from vitray.weights import addresses, flatten_model, identity_of, load_model, open_weights, save_model
+from vitray.weights.addresses import resolve_uri
 
 Changed = Callable[[str], bool]
 SMALL = Model(name="vit_u2x2_8", image_size=32, num_classes=5)
@@ -595,7 +595,7 @@ OUTPUT = {"outputs": {"model_outputs": [EVIL]}}
 
 
 def test_a_download_that_arrives_byte_by_byte_is_given_up(hostile, monkeypatch, tmp_path):
-    monkeypatch.setattr(model_uri, "MINUTE", 0.5)
+    monkeypatch.setattr(addresses, "MINUTE", 0.5)
     hostile |= {"runs/get": {"run": RUN}, "artifacts?": {"files": [{"path": "a", "is_dir": False}]}}
     hostile["artifacts/"] = None
     with pytest.raises(ConfigError, match=r"runs:/0/vit: .*TimeoutError: only \d+ bytes arrived"):

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vitray.config import Run, load_run
-from vitray.data.augment.batch import DeviceBatch
-from vitray.data.augment.batch_policy import apply_draws
 from vitray.data.augment.draws import OPERATIONS, Draws
 from vitray.data.augment.masks import draw_sources
+from vitray.data.augment.mixing import DeviceBatch
+from vitray.data.augment.ops_tensor import apply_draws
 from vitray.data.stream.batches import Share
 from vitray.tasks.build import build_task
 from vitray.training import loop

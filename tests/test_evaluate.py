@@ -18,22 +18,17 @@ from image_sets import SHAPES, write_dataset, write_folder, write_network
 from test_report import measured_page
 
 from pipelines.__main__ import main
-from vitray import storage
 from vitray.cluster import session
 from vitray.config.augmentation import CenterCrop
-from vitray.data.augment.batch import DeviceBatch, normalized
+from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
-from vitray.data.augment.image import crop_center
+from vitray.data.augment.mixing import DeviceBatch, normalized
 from vitray.data.shards import open_dataset
 from vitray.data.stream.decoding import ViewSettings, decode_positions, locate_rows
 from vitray.data.stream.epoch_order import EpochOrder
 from vitray.errors import ConfigError
-from vitray.evaluation import linear_probe
-from vitray.evaluation.classification import ClassScore, classify
-from vitray.evaluation.corruptions import SEVERITIES, corrupt
-from vitray.evaluation.label_sets import LabelSet
-from vitray.evaluation.report import driver
-from vitray.evaluation.report.charts import (
+from vitray.evaluation import evaluate
+from vitray.evaluation.charts import (
     CONFUSED,
     GROUPS,
     cluster,
@@ -42,18 +37,23 @@ from vitray.evaluation.report.charts import (
     most_confused,
     recall_rank,
 )
-from vitray.evaluation.report.classes import check_same_classes, class_numbers
-from vitray.evaluation.report.driver import Request, compute_evaluation, evaluate
-from vitray.evaluation.report.page import render
-from vitray.evaluation.report.probes import all_classes, numbered
-from vitray.evaluation.report.results import Evaluation, Result, compare, score
-from vitray.evaluation.report.texts import score_text, scores_text
-from vitray.evaluation.scores import EvaluationSet
-from vitray.evaluation.scores import evaluate as score_split
+from vitray.evaluation.classes import check_same_classes, class_numbers
+from vitray.evaluation.corruptions import SEVERITIES, corrupt
+from vitray.evaluation.evaluate import Request, compute_evaluation
+from vitray.evaluation.page import render
+from vitray.evaluation.probes import all_classes, numbered
+from vitray.evaluation.results import Evaluation, Result, compare, score
+from vitray.evaluation.texts import score_text, scores_text
 from vitray.inference import outputs
 from vitray.inference.images import open_images, read_encoded
 from vitray.inference.models import describe_network
 from vitray.inference.outputs import Outputs, Work, compute_outputs
+from vitray.metrics import linear_probe
+from vitray.metrics.classification import ClassScore, classify
+from vitray.metrics.label_sets import LabelSet
+from vitray.metrics.scores import EvaluationSet
+from vitray.metrics.scores import evaluate as score_split
+from vitray.system import storage
 from vitray.training.evaluator import autocast
 from vitray.weights import load_model, save_model
 
@@ -64,7 +64,7 @@ PROBES = ("--probes", "knn", "few_shot", "linear", "rank")
 @pytest.fixture(autouse=True)
 def untracked(monkeypatch):
     """Without the tracking store that a user of this folder may have."""
-    monkeypatch.setattr(driver, "has_store", lambda: False)
+    monkeypatch.setattr(evaluate, "has_store", lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,9 @@ def test_a_network_and_images_without_names_have_numbers_as_names(place, tmp_pat
     with torch.no_grad():
         vit.head.bias[9] += 1000
     save_model(str(tmp_path / "model"), run, vit, None)
-    evaluate(Request([str(tmp_path / "model")], str(tmp_path / "photos.tar"), out=str(tmp_path / "out"), workers=1))
+    evaluate.evaluate(
+        Request([str(tmp_path / "model")], str(tmp_path / "photos.tar"), out=str(tmp_path / "out"), workers=1)
+    )
     assert [row["predicted"] for row in rows(tmp_path / "out" / "predictions.csv")] == ["9"] * 3
 
 
@@ -394,7 +396,7 @@ def test_one_connection_to_ray_serves_all_computations(place, tmp_path, monkeypa
         return compute_outputs(*args)
 
     monkeypatch.setattr(session, "ray_session", connected)
-    monkeypatch.setattr(driver, "compute_outputs", noted)
+    monkeypatch.setattr(evaluate, "compute_outputs", noted)
     compute_evaluation(request._replace(workers=2))
     assert events == ["connect with 2", "compute", "compute", "disconnect"]
     compute_evaluation(request)
@@ -433,7 +435,7 @@ def test_a_label_set_compares_networks_whose_classes_are_not_those_of_the_folder
         save_model(str(tmp_path / name), run, vit, ids)
     mappings = tmp_path / "mappings"
     mappings.mkdir()
-    monkeypatch.setattr("vitray.evaluation.report.labeling.read_label_set", lambda *_: shapes_of(SHAPES[:4]))
+    monkeypatch.setattr("vitray.evaluation.labeling.read_label_set", lambda *_: shapes_of(SHAPES[:4]))
     both = verb(
         *(capsys, tmp_path / "model", tmp_path / "second", place / "photos", "--labels", f"objectnet={mappings}"),
         *("--out", tmp_path / "both"),

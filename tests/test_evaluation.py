@@ -11,9 +11,9 @@ import torch.multiprocessing
 
 from vitray.config import load_run
 from vitray.config.augmentation import Normalize
-from vitray.data.augment.batch import DeviceBatch
+from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.stream.batches import HostBatch, Share
-from vitray.evaluation.scores import MAX_MISTAKES, EvaluationSet, Mistake, evaluate, evaluate_loss
+from vitray.metrics.scores import MAX_MISTAKES, EvaluationSet, Mistake, evaluate, evaluate_loss
 from vitray.tasks.build import build_task
 from vitray.training.evaluator import Scorer
 

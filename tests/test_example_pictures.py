@@ -10,10 +10,10 @@ from image_sets import SHAPES, write_dataset
 from PIL import Image, ImageFilter
 
 from vitray.config import Run
-from vitray.data.augment.batch import normalized
 from vitray.data.augment.contact_sheets import ATTENTION, Prediction, attention_overlay, prediction_sheet
+from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
-from vitray.data.augment.image import crop_center
+from vitray.data.augment.mixing import normalized
 from vitray.data.shards import holdout_mask, open_dataset
 from vitray.inference.images import open_images, read_encoded
 from vitray.inspection import attention_maps

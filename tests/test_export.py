@@ -18,14 +18,14 @@ from networks import scrambled
 from pipelines.__main__ import main
 from vitray import Model, Run, ViT, save_model
 from vitray.config.augmentation import CenterCrop
-from vitray.data.augment.batch import normalized
+from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError, RunError
+from vitray.exports import options
+from vitray.exports.export import export_network
+from vitray.exports.options import ExportRequest
+from vitray.exports.parity import compare_logits, views
+from vitray.exports.preparation import image_processor_of, preprocessing_of
 from vitray.inference.images import open_images
-from vitray.serving.export import options
-from vitray.serving.export.driver import export_network
-from vitray.serving.export.options import ExportRequest
-from vitray.serving.export.parity import compare_logits, views
-from vitray.serving.export.preparation import image_processor_of, preprocessing_of
 
 CLASSES = ["cat", "dog", "owl", "fox", "hen"]
 
@@ -51,7 +51,7 @@ def content(out: Path, name: str):
 
 
 def test_a_latency_beside_other_work_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("vitray.serving.export.driver.MOST_OTHERS", -1.0)
+    monkeypatch.setattr("vitray.exports.export.MOST_OTHERS", -1.0)
     saved(tmp_path / "m")
     export = export_network(quick(tmp_path / "m", "timm", tmp_path / "out"))
     assert export.latency is content(tmp_path / "out", "parity")["latency"] is None
@@ -59,7 +59,7 @@ def test_a_latency_beside_other_work_is_left_out(tmp_path, monkeypatch):
 
 
 def test_the_command_writes_a_proven_onnx_file(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("vitray.serving.export.driver.MOST_OTHERS", 9.0)  # the machine of tests is busy
+    monkeypatch.setattr("vitray.exports.export.MOST_OTHERS", 9.0)  # the machine of tests is busy
     vit = saved(tmp_path / "m")
     write_dataset(tmp_path / "data", {"val": 50}, corrupt=2)
     args = ["--to", "onnx", "--out", str(tmp_path / "out"), "--data", str(tmp_path / "data"), "--rounds", "1", "--json"]
@@ -149,7 +149,7 @@ def test_hugging_face_prepares_images_as_we_do(tmp_path):
     from PIL import Image
     from transformers import AutoImageProcessor
 
-    from vitray.data.augment.image import crop_center
+    from vitray.data.augment.crops import crop_center
 
     saved(tmp_path / "m")
     export_network(quick(tmp_path / "m", "hf", tmp_path / "out"))

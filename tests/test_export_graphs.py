@@ -14,11 +14,11 @@ from networks import scrambled
 from vitray.config import Model
 from vitray.config.augmentation import Normalize
 from vitray.config.model_names import STEMS
+from vitray.exports.folding import FoldedBlock, Int8Linear, fold
+from vitray.exports.graphs import trace_program, write_onnx, write_torch_export
 from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec
 from vitray.models.vit import ViT
-from vitray.serving.export.folding import FoldedBlock, Int8Linear, fold
-from vitray.serving.export.graphs import trace_program, write_onnx, write_torch_export
 
 NORMALIZE = Normalize(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
 # A test of any size has these besides the network's own.
@@ -188,7 +188,7 @@ def test_an_archive_runs_without_vitray_and_holds_no_pickle(tmp_path, compiled):
 READ_AN_ONNX_FILE = """
 import sys
 from pathlib import Path
-from vitray.serving.export import graphs
+from vitray.exports import graphs
 assert "onnxruntime" not in sys.modules
 quantize = graphs._quantize_dynamically if sys.argv[2] == "quantize" else graphs.open_onnx
 quantize(Path(sys.argv[1]))

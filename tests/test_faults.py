@@ -123,7 +123,7 @@ print("tries:", rows[0]["tries"])
 """
 WAIT = """
 import sys, time
-from vitray import storage
+from vitray.system import storage
 while not storage.exists(sys.argv[1]):
     time.sleep(0.1)
 """

@@ -8,7 +8,7 @@ from sklearn.metrics.pairwise import cosine_distances
 from test_few_shot import clusters
 
 from vitray.errors import ConfigError
-from vitray.evaluation.feature_rank import class_separation, effective_rank, rankme, singular_values
+from vitray.metrics.feature_rank import class_separation, effective_rank, rankme, singular_values
 
 
 @pytest.mark.parametrize("shape", [(200, 16), (10, 16), (16, 16), (1, 5), (5, 1)])
@@ -33,7 +33,7 @@ def test_features_of_known_rank():
 def test_chunks_keep_small_singular_values(monkeypatch):
     rng = np.random.default_rng(0)
     features = rng.normal(size=(500, 12)) * 10.0 ** -np.arange(12)
-    monkeypatch.setattr("vitray.evaluation.feature_rank.CHUNK_ROWS", 64)
+    monkeypatch.setattr("vitray.metrics.feature_rank.CHUNK_ROWS", 64)
     assert singular_values(features) == pytest.approx(svdvals(features), rel=1e-4)
     assert singular_values(features[:5]) == pytest.approx(svdvals(features[:5]), rel=1e-4)
 
@@ -41,7 +41,7 @@ def test_chunks_keep_small_singular_values(monkeypatch):
 def test_parts_of_the_rows_change_nothing(monkeypatch):
     data = clusters(80)
     rank, separation = effective_rank(data.features), class_separation(*data, 5)
-    monkeypatch.setattr("vitray.evaluation.feature_rank.CHUNK_ROWS", 7)
+    monkeypatch.setattr("vitray.metrics.feature_rank.CHUNK_ROWS", 7)
     assert effective_rank(data.features) == pytest.approx(rank, rel=1e-9)
     assert class_separation(*data, 5) == pytest.approx(separation, rel=1e-9)
 

@@ -5,9 +5,9 @@ import pytest
 from sklearn.linear_model import Ridge
 
 from vitray.errors import ConfigError
-from vitray.evaluation import arrays, few_shot
-from vitray.evaluation.arrays import Labeled
-from vitray.evaluation.few_shot import (
+from vitray.metrics import arrays, few_shot
+from vitray.metrics.arrays import Labeled
+from vitray.metrics.few_shot import (
     FewShotMean,
     fit_least_squares,
     mean_of_seeds,

@@ -12,7 +12,7 @@ from matplotlib.image import AxesImage
 from matplotlib.text import Text
 from PIL import Image, ImageColor
 
-from vitray.plotting import LIGHT
+from vitray.pages.plotting import LIGHT
 from vitray.tracking import figures
 from vitray.tracking.figures import MistakePicture, draw_confusion, draw_curves, draw_mistakes
 

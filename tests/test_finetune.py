@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from vitray.config import Model, Run, load_run
 from vitray.data.shards import open_dataset, read_request, write_dataset
 from vitray.errors import ConfigError
-from vitray.evaluation.report.driver import Request, compute_evaluation
+from vitray.evaluation.evaluate import Request, compute_evaluation
 from vitray.models.vit import ViT
-from vitray.runs.driver import train
 from vitray.runs.resolve import resolve
+from vitray.runs.train import train
 from vitray.training import checkpoints
 from vitray.weights import load_model, save_model
 from vitray.weights.freezing import part_of

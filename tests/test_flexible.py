@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipelines.__main__ import main
 from vitray.config import Model, Run, load_run
-from vitray.data.augment.batch import DeviceBatch, normalized
+from vitray.data.augment.mixing import DeviceBatch, normalized
 from vitray.data.stream.batches import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError

@@ -23,7 +23,7 @@ from vitray.inference.plan import Options, check_options
 from vitray.inference.predict import Request, predict
 from vitray.models.adapters import add_lora
 from vitray.models.network import build_network
-from vitray.sweep.trial_store import TrialRecord
+from vitray.sweeps.trial_store import TrialRecord
 from vitray.tasks.build import build_task
 from vitray.training import checkpoints
 from vitray.training.learner import Learner, checkpoint_of

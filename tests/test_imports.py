@@ -23,7 +23,7 @@ from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.weights import identity_of, import_weights
 from vitray.weights.convert import import_state
-from vitray.weights.inference import known_width
+from vitray.weights.detect import known_width
 from vitray.weights.pretrained import open_initial_weights
 
 FAMILIES = ("vit*", "deit*", "beit*", "eva*", "flexivit*")

@@ -18,9 +18,9 @@ from test_layers import ROOT
 
 from vitray.cluster import session
 from vitray.config.augmentation import CenterCrop
-from vitray.data.augment.batch import normalized
+from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
-from vitray.data.augment.image import crop_center
+from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
 from vitray.inference import actors
 from vitray.inference.extractor import Extractor

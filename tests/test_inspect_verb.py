@@ -19,14 +19,14 @@ from test_report import measured_page
 from pipelines.__main__ import main
 from vitray import Model, Run, ViT, inspect, save_model
 from vitray.config.figures import NEEDS, FigureNeeds
-from vitray.data.augment.batch import normalized
+from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
 from vitray.inspection.report import driver, figures
 from vitray.inspection.report.drawings import Rendered
 from vitray.inspection.report.driver import Request, make_figures
 from vitray.inspection.report.figures import FIGURES, Figure, choose_figures
 from vitray.inspection.report.page import file_names, render
-from vitray.plotting import new_figure
+from vitray.pages.plotting import new_figure
 
 MADE = ["rollout", "distance", "branches"]
 CLASSES = ["cat & <dog>", "owl", "猫"]

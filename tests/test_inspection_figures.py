@@ -18,7 +18,7 @@ from vitray.inspection.report.figures.changes import relative_by_kind
 from vitray.inspection.report.measuring import joined_values, measure_views
 from vitray.inspection.report.subjects import ChosenImages, Subject, View
 from vitray.models.vit import ViT
-from vitray.plotting import DARK, LIGHT, to_png
+from vitray.pages.plotting import DARK, LIGHT, to_png
 
 
 def subject(label="base", count=6, seed=0, **settings) -> Subject:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from vitray.errors import ConfigError
-from vitray.evaluation import intervals
-from vitray.evaluation.intervals import agreement, bootstrap, compare_hits, mcnemar, paired_difference, wilson
+from vitray.metrics import intervals
+from vitray.metrics.intervals import agreement, bootstrap, compare_hits, mcnemar, paired_difference, wilson
 
 
 @given(st.integers(1, 100_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), st.floats(0.5, 0.999))

@@ -27,11 +27,11 @@ from vitray.cluster.job_package import (
     list_files,
     write_package,
 )
-from vitray.cluster.source import commit_facts, commit_variables
 from vitray.cluster.storage_check import check_outlives_job
 from vitray.errors import ConfigError
-from vitray.tracking import system_info
-from vitray.tracking.mlflow_client import tracking_uri
+from vitray.system import host_facts
+from vitray.system.commit import commit_facts, commit_variables
+from vitray.system.mlflow_client import tracking_uri
 
 ROOT = Path(__file__).parent.parent
 
@@ -252,7 +252,7 @@ def test_a_job_knows_the_commit_that_it_was_submitted_from(bare_environment, fol
     for name, value in sent.items():
         bare_environment.setenv(name, value)
     assert commit_facts() == facts
-    assert facts.items() <= system_info.facts().items()
+    assert facts.items() <= host_facts.facts().items()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from sklearn.neighbors import KNeighborsClassifier
 from test_few_shot import clusters
 
 from vitray.errors import ConfigError
-from vitray.evaluation.arrays import Labeled
-from vitray.evaluation.knn import nearest_rows, probe_knn
+from vitray.metrics.arrays import Labeled
+from vitray.metrics.knn import nearest_rows, probe_knn
 
 
 def test_votes_equal_a_loop_over_the_published_rule():
@@ -59,7 +59,7 @@ def test_chunks_and_the_order_of_images_change_nothing(monkeypatch):
     shuffled = [Labeled(each.features[order], each.labels[order]) for each, order in ((train, first), (test, second))]
     assert {k: each.hits for k, each in probe_knn(*shuffled, 5).items()} == {k: s.hits for k, s in whole.items()}
     for block in (1, 7, 50, 119):
-        monkeypatch.setattr("vitray.evaluation.knn.BLOCK", block)
+        monkeypatch.setattr("vitray.metrics.knn.BLOCK", block)
         for k, score in probe_knn(train, test, 5).items():
             assert np.array_equal(score.predictions, whole[k].predictions)
 
@@ -72,7 +72,7 @@ def test_blocks_keep_the_order_of_equal_similarities(monkeypatch, block):
     train = Labeled(axes[rng.integers(0, 6, 40)], rng.integers(0, 4, 40))
     test = Labeled(axes[rng.integers(0, 6, 25)], rng.integers(0, 4, 25))
     order = np.argsort(-(test.features @ train.features.T), axis=1, kind="stable")
-    monkeypatch.setattr("vitray.evaluation.knn.BLOCK", block)
+    monkeypatch.setattr("vitray.metrics.knn.BLOCK", block)
     for k, score in probe_knn(train, test, 4, [1, 5, 40]).items():
         similar = np.take_along_axis(test.features @ train.features.T, order, 1)
         weights = np.exp(similar / 0.07) / np.exp(similar / 0.07).sum(1, keepdims=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vitray.errors import ConfigError
-from vitray.evaluation.label_sets import read_label_set, score_label_set
+from vitray.metrics.label_sets import read_label_set, score_label_set
 
 WORDNET = [f"n{10_000_000 + 7 * index:08d}" for index in range(1000)]
 SHUFFLED = [WORDNET[index] for index in np.random.default_rng(0).permutation(1000)]

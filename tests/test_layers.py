@@ -12,31 +12,24 @@ ROOT = Path(__file__).parent.parent
 
 # A module imports only from lower floors. A package stands for its modules, except those listed separately.
 FLOORS = (
-    {"vitray.errors", "vitray.scratch", "vitray.cluster.local_ray"},
-    {"vitray.config", "vitray.storage", "vitray.plotting", "vitray.cluster.session"},
-    {
-        "vitray.models",
-        "vitray.pages",
-        "vitray.tracking.mlflow_client",
-        "vitray.tracking.model_uri",
-        "vitray.data.augment",
-        "vitray.system",
-    },
+    {"vitray.errors", "vitray.system.scratch", "vitray.system.commit", "vitray.cluster.local_ray"},
+    {"vitray.config", "vitray.system.storage", "vitray.pages.plotting", "vitray.cluster.session"},
+    {"vitray.models", "vitray.pages", "vitray.data.augment", "vitray.system"},
     {"vitray.weights", "vitray.cluster"},
-    {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.inspection", "vitray.tracking"},
+    {"vitray.data", "vitray.tasks", "vitray.metrics", "vitray.inspection", "vitray.tracking"},
     {"vitray.inference", "vitray.serving"},
-    {"vitray.evaluation.report", "vitray.inspection.report"},
+    {"vitray.evaluation", "vitray.inspection.report"},
     {"vitray.training"},
     {"vitray.runs"},
     {"vitray.bench"},
-    {"vitray.sweep", "vitray.vtab", "vitray.serving.export"},
+    {"vitray.sweeps", "vitray.vtab", "vitray.exports"},
 )
 # Above all floors: the public names, and the verbs.
 ROOF = {"vitray", "pipelines"}
 
 # A platform enters only through its doors.
 DOORS = {
-    "mlflow": {"vitray.tracking"},
+    "mlflow": {"vitray.tracking", "vitray.system.mlflow_client", "vitray.weights.addresses"},
     # The benchmarks compare with Ray Data's own pipelines.
     "ray.data": {
         "vitray.data",
@@ -45,29 +38,29 @@ DOORS = {
         "vitray.bench.predict_pipelines",
     },
     "ray.train": {"vitray.runs"},
-    "ray.tune": {"vitray.sweep"},
+    "ray.tune": {"vitray.sweeps"},
     "ray.serve": {"vitray.serving"},
     "ray.job_submission": {"vitray.cluster.jobs"},
     "ray.autoscaler": {"vitray.cluster.launch"},
-    "optuna": {"vitray.sweep"},
+    "optuna": {"vitray.sweeps"},
     "jinja2": {"vitray.pages"},
-    "boto3": {"vitray.storage", "vitray.cluster.storage_check", "vitray.cluster.aws_account"},
+    "boto3": {"vitray.system.storage", "vitray.cluster.storage_check", "vitray.cluster.aws_account"},
     "botocore": {
-        "vitray.storage",
+        "vitray.system.storage",
         "vitray.cluster.storage_check",
         "vitray.cluster.launch",
         "vitray.cluster.aws_account",
     },
-    "pyarrow.fs": {"vitray.storage"},
+    "pyarrow.fs": {"vitray.system.storage"},
     "matplotlib": {
-        "vitray.plotting",
+        "vitray.pages.plotting",
         "vitray.bench",
-        "vitray.evaluation.report",
+        "vitray.evaluation",
         "vitray.inspection.report",
-        "vitray.sweep.report",
+        "vitray.sweeps.report",
         "vitray.tracking",
     },
-    "onnxruntime": {"vitray.serving.export"},
+    "onnxruntime": {"vitray.exports"},
     "simplejpeg": {"vitray.data.augment"},
     # bench compares with it; its networks are side by side with ours
     "torchvision": {"vitray.data.augment", "vitray.bench", "vitray.models.torchvision_networks"},
@@ -81,8 +74,8 @@ LIGHT = (
     "vitray.config.model_names",
     "vitray.models.sizes",
     "vitray.training.schedule",
-    "vitray.sweep.space",
-    "vitray.sweep.capacity",
+    "vitray.sweeps.space",
+    "vitray.sweeps.capacity",
 )
 
 
@@ -181,7 +174,7 @@ def test_light_modules_load_nothing_heavy(module):
 
 def test_processes_without_a_torchvision_network_or_policy_leave_torchvision_out():
     """It imports torch.compile, which takes a second of CPU in each of a run's dozen processes."""
-    named = "vitray.runs.driver, vitray.training.loop, vitray.inference.networks, vitray.serving.network"
+    named = "vitray.runs.train, vitray.training.loop, vitray.inference.networks, vitray.serving.network"
     code = f"import sys, {named}; print({{'torchvision', 'torch._dynamo'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
@@ -237,12 +230,12 @@ def test_names_may_not_import_config():
     ],
 )
 def test_a_module_imported_from_its_package_counts_as_that_module_only(planted, is_fault):
-    trees = modules(ROOT) | {"vitray.tracking.mlflow_client": ast.parse(planted)}
+    trees = modules(ROOT) | {"vitray.system.mlflow_client": ast.parse(planted)}
     assert bool(layer_faults(trees)) is is_fault
 
 
 def test_modules_of_one_package_on_one_floor_may_import_each_other_and_packages_may_not():
-    planted = {"vitray.tracking.model_uri": ast.parse("from vitray.models import vit")}
+    planted = {"vitray.system.processes": ast.parse("from vitray.models import vit")}
     assert layer_faults(modules(ROOT) | planted)
-    planted = {"vitray.tracking.model_uri": ast.parse("import vitray.tracking.mlflow_client")}
+    planted = {"vitray.system.processes": ast.parse("import vitray.system.mlflow_client")}
     assert not layer_faults(modules(ROOT) | planted)

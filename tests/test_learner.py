@@ -10,15 +10,15 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
-from vitray import storage
 from vitray.config import load_run
 from vitray.config.augmentation import Normalize
-from vitray.data.augment.batch import DeviceBatch
+from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.stream.batches import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
-from vitray.evaluation.scores import EvaluationSet, _means, gather_names
+from vitray.metrics.scores import EvaluationSet, _means, gather_names
 from vitray.models.stems import synchronize_norms
+from vitray.system import storage
 from vitray.tasks.build import build_task
 from vitray.training import checkpoints, learner
 from vitray.training.checkpoints import META, Checkpoint

@@ -13,16 +13,16 @@ import pytest
 from image_sets import write_dataset, write_network
 from PIL import Image
 
-from vitray.evaluation.report.driver import Request, evaluate
+from vitray.evaluation.evaluate import Request, evaluate
 from vitray.inspection.report import driver as inspection_driver
-from vitray.tracking import system_info
+from vitray.system import host_facts
+from vitray.system.mlflow_client import open_client, tracking_uri
 from vitray.tracking.lineage import FOLDER_TAG, ModelScores, TrackedDataset
-from vitray.tracking.mlflow_client import open_client, tracking_uri
-from vitray.tracking.model_uri import resolve_uri
 from vitray.tracking.spool import RECORDS, Spool
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.tracking.uploader import Uploader
 from vitray.weights import load_model, save_model
+from vitray.weights.addresses import resolve_uri
 
 EXPERIMENT = "linked"
 DIGEST = "0123456789abcdef" * 4
@@ -272,12 +272,12 @@ def test_system_metrics_are_named_as_mlflows_own():
     for monitor in (CPUMonitor(), DiskMonitor(), NetworkMonitor()):
         monitor.collect_metrics()
         theirs |= monitor.aggregate_metrics()
-    ours = system_info.SystemSampler().sample()
+    ours = host_facts.SystemSampler().sample()
     assert {name for name in ours if "gpu" not in name} == {f"system/{name}" for name in theirs}
     for name in ("system_memory_usage_megabytes", "system_memory_usage_percentage"):
         assert ours[f"system/{name}"] == pytest.approx(theirs[name], rel=0.2), name
     assert ours["system/network_receive_megabytes"] < 1000, "since the sampler's start, not since the boot"
-    numbered = system_info.SystemSampler(node=1).sample()
+    numbered = host_facts.SystemSampler(node=1).sample()
     assert {name.replace("system/node_1/", "system/") for name in numbered} == set(ours)
 
 
@@ -292,7 +292,7 @@ def test_system_metrics_are_named_as_mlflows_own():
 )
 def test_a_source_is_a_script_or_a_verb(monkeypatch, argv, name):
     monkeypatch.setattr(sys, "argv", argv)
-    assert system_info.source_name() == name
+    assert host_facts.source_name() == name
 
 
 def test_an_evaluation_becomes_a_run_of_the_trainings_experiment(tmp_path, logged):

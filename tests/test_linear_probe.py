@@ -9,9 +9,9 @@ from sklearn.linear_model import LogisticRegression
 from test_few_shot import clusters
 
 from vitray.errors import ConfigError
-from vitray.evaluation import linear_probe
-from vitray.evaluation.arrays import Labeled, ProbeInputs, draw_part
-from vitray.evaluation.linear_probe import (
+from vitray.metrics import linear_probe
+from vitray.metrics.arrays import Labeled, ProbeInputs, draw_part
+from vitray.metrics.linear_probe import (
     SgdOptions,
     chunks_of,
     fit_head,
@@ -20,7 +20,7 @@ from vitray.evaluation.linear_probe import (
     probe_linear_sgd,
     score_head,
 )
-from vitray.evaluation.probes import probe_shares
+from vitray.metrics.probes import probe_shares
 
 
 @pytest.mark.parametrize("l2", [1e-3, 1e-1])

@@ -20,15 +20,15 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from vitray import storage
 from vitray.cluster import session
 from vitray.config import load_run
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError, RunError
-from vitray.evaluation.scores import Mistake, Score
+from vitray.metrics.scores import Mistake, Score
 from vitray.runs import failures, worker_mailbox
-from vitray.runs.driver import train
+from vitray.runs.train import train
 from vitray.runs.worker_mailbox import Mailbox
+from vitray.system import storage
 from vitray.system.lease import own_folder
 from vitray.training import checkpoints
 from vitray.training.evaluator import evaluation_message
@@ -401,7 +401,7 @@ def test_the_mailbox_imports_nothing_heavy(ray_cluster):
     assert [Mistake(*values) for values in evaluation.mistakes] == [mistake]
     loaded = ray.get(mailbox.__ray_call__.remote(lambda _: set(sys.modules)))
     assert "numpy" in loaded
-    assert not {"torch", "vitray.evaluation.scores"} & loaded
+    assert not {"torch", "vitray.metrics.scores"} & loaded
 
 
 def test_a_run_too_large_for_the_cluster_is_refused_at_once(place):

@@ -10,7 +10,7 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from vitray.config import load_run
-from vitray.data.augment.batch import DeviceBatch
+from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.shares import dealt_unit, share_sizes
 from vitray.data.stream.batches import Share
 from vitray.data.stream.epoch_order import positions_of

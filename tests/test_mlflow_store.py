@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vitray import storage
+from vitray.system import storage
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,13 +8,13 @@ import torch
 from image_sets import SHAPES, write_dataset
 
 from pipelines.__main__ import main
-from vitray import storage
 from vitray.config import load_run
 from vitray.config.pretraining import Tokenizer
 from vitray.errors import ConfigError
 from vitray.models.adapters import merge_lora
 from vitray.runs.model_output import save_checkpoint
 from vitray.runs.run_summary import best_block
+from vitray.system import storage
 from vitray.tasks.build import build_task
 from vitray.training.checkpoints import Checkpoint, folder_of, write_checkpoint
 from vitray.training.state import TrainState

@@ -5,8 +5,8 @@ import pytest
 
 from vitray.config import Run, load_run
 from vitray.data.shards import read_request, write_dataset
-from vitray.evaluation.report.driver import Request, compute_evaluation
-from vitray.runs.driver import train
+from vitray.evaluation.evaluate import Request, compute_evaluation
+from vitray.runs.train import train
 from vitray.weights import load_model, read_delta
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

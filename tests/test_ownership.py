@@ -14,13 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vitray import storage
 from vitray.config import Run
 from vitray.errors import ConfigError, OwnershipLost
 from vitray.runs.run_dir import RUN_META, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
-from vitray.sweep.tuning import InterruptionStopper
-from vitray.system import lease
+from vitray.sweeps.tuning import InterruptionStopper
+from vitray.system import lease, storage
 from vitray.system.lease import FOLDER, Watch, check_owner, check_visible, own_folder
 from vitray.training.checkpoints import Checkpoint, Saver, complete_steps
 

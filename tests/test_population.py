@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from vitray import storage
 from vitray.config import Run
 from vitray.errors import ConfigError, RunError
-from vitray.sweep import population
-from vitray.sweep.population import (
+from vitray.sweeps import population
+from vitray.sweeps.population import (
     CONTINUES,
     Continuations,
     continue_from,
@@ -15,9 +14,10 @@ from vitray.sweep.population import (
     param_space,
     restore_population,
 )
-from vitray.sweep.space import check_space, name_of, read_space
-from vitray.sweep.trial import TrialContext, TrialTrainable
-from vitray.sweep.trial_store import TrialRecord, TrialStore, read_entries, read_record, write_record
+from vitray.sweeps.space import check_space, name_of, read_space
+from vitray.sweeps.trial import TrialContext, TrialTrainable
+from vitray.sweeps.trial_store import TrialRecord, TrialStore, read_entries, read_record, write_record
+from vitray.system import storage
 from vitray.training.checkpoints import Checkpoint, complete_steps, read_checkpoint, write_checkpoint
 
 SPACE = """

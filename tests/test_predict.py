@@ -27,9 +27,9 @@ from image_sets import SHAPES, write_dataset, write_folder, write_network
 from test_layers import ROOT
 
 from pipelines.__main__ import main
-from vitray.data.augment.batch import normalized
+from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
-from vitray.data.augment.image import crop_center
+from vitray.data.augment.mixing import normalized
 from vitray.data.augment.views import decode_views
 from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError, RunError
@@ -39,7 +39,7 @@ from vitray.inference.networks import views_of
 from vitray.inference.parts import count_images, load_networks, predict_batch, print_part, write_part
 from vitray.inference.plan import Options, Plan, check_options, missing_parts, open_plan, write_plan
 from vitray.inference.predict import Request, predict
-from vitray.tracking.mlflow_client import open_client
+from vitray.system.mlflow_client import open_client
 from vitray.weights import load_model, save_model
 
 ALL = Options(top_k=3, logits=True, embedding=True, levels=("block00", "block01"), batch=8, part=32)

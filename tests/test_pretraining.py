@@ -14,8 +14,8 @@ from vitray.data.augment.masks import draw_sources
 from vitray.data.shards import read_request, write_dataset
 from vitray.data.stream.batches import HostBatch
 from vitray.errors import ConfigError
-from vitray.runs.driver import train
 from vitray.runs.resolve import resolve
+from vitray.runs.train import train
 from vitray.tracking.figures import draw_pictures
 from vitray.training import checkpoints
 from vitray.training.data import with_masks

@@ -9,11 +9,11 @@ from image_sets import SHAPES, write_dataset, write_network
 from mlflow.exceptions import MlflowException
 
 from vitray import Run, load_model, save_model
-from vitray.data.augment.batch import normalized
+from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
-from vitray.data.augment.image import crop_center
+from vitray.data.augment.mixing import normalized
 from vitray.data.augment.views import decode_views
-from vitray.evaluation.report.driver import Request, compute_evaluation
+from vitray.evaluation.evaluate import Request, compute_evaluation
 from vitray.inference.listing import list_images, read_encoded
 from vitray.inference.models import describe_network
 from vitray.inference.networks import views_of
@@ -22,7 +22,7 @@ from vitray.inference.plan import Options, Plan, check_options
 from vitray.models.probabilities import probabilities_of, probability_of
 from vitray.tracking.pyfunc import ImageClassifier
 from vitray.weights import load_deltas
-from vitray.weights.prediction import probabilities
+from vitray.weights.classify import probabilities
 
 BCE = {"task.loss": "bce"}
 

@@ -18,20 +18,20 @@ import tune_spaces
 from pipelines.__main__ import main
 from vitray.config import load_run
 from vitray.errors import ConfigError, RunError
-from vitray.evaluation.intervals import compare_hits
-from vitray.evaluation.report import driver
+from vitray.evaluation import evaluate
 from vitray.inference.images import open_images
 from vitray.inference.models import describe_network
 from vitray.inference.outputs import Work, compute_outputs
+from vitray.metrics.intervals import compare_hits
 from vitray.runs import promotion
-from vitray.runs.driver import train
 from vitray.runs.promotion import PromotionRequest, decide, promote, promote_finished
 from vitray.runs.resolve import resolve
-from vitray.sweep.plan import plan_stages
-from vitray.sweep.space import read_space
+from vitray.runs.train import train
+from vitray.sweeps.plan import plan_stages
+from vitray.sweeps.space import read_space
+from vitray.system.mlflow_client import open_client, tracking_uri
 from vitray.tracking import model_registry
 from vitray.tracking.flush import flush_all
-from vitray.tracking.mlflow_client import open_client, tracking_uri
 from vitray.tracking.model_registry import PROMOTION_TAG, UID_TAG, holder_of, move_alias
 from vitray.weights import load_model, save_model
 
@@ -79,8 +79,8 @@ def pages(monkeypatch) -> list[dict]:
         contents.append(evaluation.flat())
         return f"{folder}/index.html"
 
-    monkeypatch.setattr(driver, "write_evaluation", write)
-    monkeypatch.setattr(driver, "track_evaluation", lambda *_: None)
+    monkeypatch.setattr(evaluate, "write_evaluation", write)
+    monkeypatch.setattr(evaluate, "track_evaluation", lambda *_: None)
     monkeypatch.setattr(model_registry, "SETTLE_SECONDS", 0.0)
     return contents
 

@@ -42,10 +42,10 @@ from pipelines import recipes
 from vitray.config import Run, load_run
 from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.torchvision_names import is_torchvision
-from vitray.data.augment.batch import BatchSettings, prepare_batch
-from vitray.data.augment.image import augment_image
+from vitray.data.augment.crops import augment_image
 from vitray.data.augment.keyed_random import generator
 from vitray.data.augment.masks import draw_sources
+from vitray.data.augment.mixing import BatchSettings, prepare_batch
 from vitray.errors import ConfigError
 from vitray.models.counts import count
 from vitray.models.vit import ViT

@@ -31,15 +31,15 @@ from vitray.config import load_run
 from vitray.config.model_names import parse_name
 from vitray.config.parsing import parse_overrides
 from vitray.pages.files import csv_text
+from vitray.pages.plotting import DARK, LIGHT, to_png
 from vitray.pages.rendering import ENVIRONMENT, Column, Table
-from vitray.plotting import DARK, LIGHT, to_png
-from vitray.sweep.report import SweepResult, TrialResult, comparisons, is_imagenet, paper_result, write_report
-from vitray.sweep.report.drawing import Label, column_axis, label_points, spread_out
-from vitray.sweep.report.groups import grouped, interval_of, pairs_of, pareto_front, results_of
-from vitray.sweep.report.papers import PAPER, TITLE
-from vitray.sweep.report.trends import smooth
-from vitray.sweep.report.trials import COSTS, Measure, leader
-from vitray.sweep.report.writing import drawings_of, table_of
+from vitray.sweeps.report import SweepResult, TrialResult, comparisons, is_imagenet, paper_result, write_report
+from vitray.sweeps.report.drawing import Label, column_axis, label_points, spread_out
+from vitray.sweeps.report.groups import grouped, interval_of, pairs_of, pareto_front, results_of
+from vitray.sweeps.report.papers import PAPER, TITLE
+from vitray.sweeps.report.trends import smooth
+from vitray.sweeps.report.trials import COSTS, Measure, leader
+from vitray.sweeps.report.writing import drawings_of, table_of
 
 HOSTILE = "<script>alert(1)</script> $x_{ \"quoted\" & 'single' 猫\n" + "x" * 200
 
@@ -686,7 +686,7 @@ def test_smoothing_averages_only_long_curves():
 
 
 def test_the_report_loads_no_pyplot_ray_mlflow_or_torch():
-    code = "import sys, vitray.sweep.report; print({'matplotlib.pyplot', 'ray', 'mlflow', 'torch'} & set(sys.modules))"
+    code = "import sys, vitray.sweeps.report; print({'matplotlib.pyplot', 'ray', 'mlflow', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

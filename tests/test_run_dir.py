@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from vitray import storage
 from vitray.config import load_run
 from vitray.errors import ConfigError
 from vitray.runs.run_dir import fork_source, open_run_dir, resume_command
+from vitray.system import storage
 from vitray.tasks.build import build_task
 from vitray.training.checkpoints import Checkpoint, folder_of, write_checkpoint
 

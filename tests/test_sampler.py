@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitray.errors import ConfigError
-from vitray.sweep import sampler
-from vitray.sweep.report.groups import pareto_front
-from vitray.sweep.sampler import _optuna_trial, ask
-from vitray.sweep.space import draw_point, name_of, random_points, read_space
-from vitray.sweep.trial_store import Trial, TrialEntry, TrialRecord
+from vitray.sweeps import sampler
+from vitray.sweeps.report.groups import pareto_front
+from vitray.sweeps.sampler import _optuna_trial, ask
+from vitray.sweeps.space import draw_point, name_of, random_points, read_space
+from vitray.sweeps.trial_store import Trial, TrialEntry, TrialRecord
 
 SPACE = """
 space:

@@ -10,9 +10,9 @@ from test_stream import finished, train_stream, write
 
 from vitray.config import load_run
 from vitray.config.augmentation import Augment
+from vitray.data.augment.crops import augment_image, crop_and_draw, decode_for_view, draw_box
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.draws import read_draws
-from vitray.data.augment.image import augment_image, crop_and_draw, decode_for_view, draw_box
 from vitray.data.augment.keyed_random import generator
 from vitray.data.stream.decoding import decode_positions
 from vitray.errors import ConfigError

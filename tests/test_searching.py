@@ -16,7 +16,6 @@ from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
 from pipelines import recipes
-from vitray import storage
 from vitray.config import load_run
 from vitray.config.parsing import dump_yaml, parse_yaml
 from vitray.config.sweep import Asha, Goal, Scheduler, Search
@@ -25,17 +24,17 @@ from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.models.sizes import sizes_of
 from vitray.runs.run_dir import RUN_META, SETTINGS
-from vitray.sweep import driver
-from vitray.sweep.capacity import Node
-from vitray.sweep.console import SweepConsole
-from vitray.sweep.plan import plan_sweep
-from vitray.sweep.sampler import SAMPLERS, ask
-from vitray.sweep.schedulers import BUILDERS, build_scheduler, progress
-from vitray.sweep.searcher import TrialSearcher
-from vitray.sweep.space import Space, SweepPoint, check_space, extend_space, read_space
-from vitray.sweep.sweep_logger import SweepLogger
-from vitray.sweep.trial import INTERRUPTED, TrialContext, TrialTrainable
-from vitray.sweep.trial_store import (
+from vitray.sweeps import sweep
+from vitray.sweeps.capacity import Node
+from vitray.sweeps.console import SweepConsole
+from vitray.sweeps.plan import plan_sweep
+from vitray.sweeps.sampler import SAMPLERS, ask
+from vitray.sweeps.schedulers import BUILDERS, build_scheduler, progress
+from vitray.sweeps.searcher import TrialSearcher
+from vitray.sweeps.space import Space, SweepPoint, check_space, extend_space, read_space
+from vitray.sweeps.sweep_logger import SweepLogger
+from vitray.sweeps.trial import INTERRUPTED, TrialContext, TrialTrainable
+from vitray.sweeps.trial_store import (
     TrialEntry,
     TrialRecord,
     TrialStore,
@@ -43,7 +42,8 @@ from vitray.sweep.trial_store import (
     read_record,
     write_record,
 )
-from vitray.sweep.tuning import TrialListener, interruptible, trial_environment
+from vitray.sweeps.tuning import TrialListener, interruptible, trial_environment
+from vitray.system import storage
 from vitray.system.lease import FOLDER, own_folder
 
 GRID = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1, 0.2]}}\n"
@@ -157,15 +157,15 @@ def test_a_changed_trial_of_the_same_name_is_refused(tmp_path, base):
 def test_a_sweep_resumes_after_an_upgrade_that_brings_a_setting(tmp_path, base):
     (tmp_path / "space.yaml").write_text(GRID)
     space, home = read_space(tmp_path / "space.yaml"), str(tmp_path / "home")
-    uid, starts, began = driver.open_sweep(home, "rates", base, space)
+    uid, starts, began = sweep.open_sweep(home, "rates", base, space)
     meta = storage.read_json(f"{home}/sweep.json")
     settings = parse_yaml(meta["base"], "")[0]
     del settings["optim"]["lr"]  # as of a version without it
     storage.write_bytes(f"{home}/sweep.json", json.dumps(meta | {"base": dump_yaml(settings)}).encode())
-    resumed = driver.open_sweep(home, "rates", base.replace({"compute.max_failures": 7}), space)
+    resumed = sweep.open_sweep(home, "rates", base.replace({"compute.max_failures": 7}), space)
     assert (starts, resumed) == (1, (uid, 2, began))
     with pytest.raises(ConfigError, match="rates: a sweep of this name differs in seed: 0 -> 7; choose another"):
-        driver.open_sweep(home, "rates", base.replace({"seed": 7}), space)
+        sweep.open_sweep(home, "rates", base.replace({"seed": 7}), space)
 
 
 def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
@@ -202,7 +202,7 @@ def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
 
 def test_a_sweep_is_planned_by_a_trial_whose_stage_has_a_model(tmp_path, base, monkeypatch):
     planned, folder = [], tmp_path / "home" / "before" / "second" / "second=once" / "model"
-    monkeypatch.setattr("vitray.sweep.plan.resolve", planned.append)
+    monkeypatch.setattr("vitray.sweeps.plan.resolve", planned.append)
     cases = "{a: {task: {kind: finetune, weights: '{first}'}}, b: {task: {kind: finetune, weights: '{second}'}}}"
     stages = "before: {first: {recipe: demo}, second: {recipe: demo}}\n"
     (tmp_path / "space.yaml").write_text(f"space: {{route: {{cases: {cases}}}}}\n{stages}")
@@ -226,7 +226,7 @@ def test_a_drawn_point_has_absolute_addresses(tmp_path, base, monkeypatch):
 
 def test_a_trial_gets_the_absolute_address_of_the_tokenizer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vitray.sweep.plan.resolve", lambda run: None)  # there is no data set
+    monkeypatch.setattr("vitray.sweeps.plan.resolve", lambda run: None)  # there is no data set
     text = "space: {optim.lr: {grid: [1.0e-3]}}\ngoal: {metric: val/loss, mode: min}\n"
     (tmp_path / "space.yaml").write_text(text)
     run = load_run(recipes.path_of("masked_beit_imagenet"), ["task.objective.tokenizer=codes/model"])
@@ -252,7 +252,7 @@ def test_as_many_trials_start_as_fit_the_cluster_now(tmp_path, base, monkeypatch
     """Nodes come and go between two trials: new ones are used, and no trial starts in the place of a lost one."""
     places = [1]
     searcher = open_sweep(tmp_path, base, GRID, places=lambda: places[0])[2]
-    monkeypatch.setattr("vitray.sweep.searcher.NODES_INTERVAL", 0.0)
+    monkeypatch.setattr("vitray.sweeps.searcher.NODES_INTERVAL", 0.0)
     assert searcher.suggest("a")["name"] == "lr=1e-3"
     assert searcher.suggest("b") is None
     places[0] = 3
@@ -385,8 +385,8 @@ def training(monkeypatch):
         is_stopped = any(hook.should_stop(step, 4, {"val/top1": step / 10}) for step in (2, 4))
         return SimpleNamespace(state="stopped early" if is_stopped else "finished")
 
-    monkeypatch.setattr("vitray.sweep.trial.train", train)
-    monkeypatch.setattr("vitray.sweep.trial.trials_that_fit", lambda *_: 1)
+    monkeypatch.setattr("vitray.sweeps.trial.train", train)
+    monkeypatch.setattr("vitray.sweeps.trial.trials_that_fit", lambda *_: 1)
 
 
 @pytest.mark.parametrize("scores", [(), ((2, 0.2),), ((2, 0.2), (4, 0.4))])
@@ -433,8 +433,8 @@ def test_a_trial_of_a_lost_sweep_answers_its_workers_and_records_no_end(tmp_path
         answers.append((hook.should_stop(2, 4, {"val/top1": 0.2}), hook.stop_requested.is_set()))
         return SimpleNamespace(state="stopped early")
 
-    monkeypatch.setattr("vitray.sweep.trial.train", train)
-    monkeypatch.setattr("vitray.sweep.trial.trials_that_fit", lambda *_: 1)
+    monkeypatch.setattr("vitray.sweeps.trial.train", train)
+    monkeypatch.setattr("vitray.sweeps.trial.trials_that_fit", lambda *_: 1)
     _, store, _ = open_sweep(tmp_path, base, GRID)
     trial = open_trial(store, base)
     with ExitStack() as others, pytest.raises(RuntimeError, match="taken over by process"):
@@ -503,9 +503,9 @@ def suppressed(error, call):
 def test_a_process_whose_trial_does_not_end_takes_no_other(tmp_path, base, monkeypatch):
     """With an error, after which Tune frees the place of the trial or starts it in another process."""
     began, ended = threading.Event(), threading.Event()
-    monkeypatch.setattr("vitray.sweep.trial.train", lambda *_, **__: began.set() or ended.wait())
-    monkeypatch.setattr("vitray.sweep.trial.trials_that_fit", lambda *_: 1)
-    monkeypatch.setattr("vitray.sweep.trial.STOP_SECONDS", 0.1)
+    monkeypatch.setattr("vitray.sweeps.trial.train", lambda *_, **__: began.set() or ended.wait())
+    monkeypatch.setattr("vitray.sweeps.trial.trials_that_fit", lambda *_: 1)
+    monkeypatch.setattr("vitray.sweeps.trial.STOP_SECONDS", 0.1)
     trial = open_trial(open_sweep(tmp_path, base, GRID)[1], base)
     step = threading.Thread(target=suppressed, args=[RuntimeError, trial.step])  # waits for a score
     step.start()
@@ -608,7 +608,7 @@ def test_a_terminal_gets_a_table_that_is_rewritten():
 
 def test_the_remaining_time_counts_down_between_ends_of_trials(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("vitray.sweep.console.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("vitray.sweeps.console.time", SimpleNamespace(monotonic=lambda: now[0]))
     stream = io.StringIO()
     console = SweepConsole(3, Goal(), {}, stream)
     for now[0], end in ((100.0, "0:03:20 left\n"), (150.0, "0:02:30 left\n"), (1000.0, "0:00:00 left\n")):
@@ -637,10 +637,10 @@ def test_a_planted_kind_without_a_row_is_refused(tmp_path, base):
     plan, store, _ = open_sweep(tmp_path, base, GRID)
     space = read_space(tmp_path / "space.yaml")
     scheduler = SimpleNamespace(kind="hyperband", traits=SchedulerTraits(decides=True))
-    with pytest.raises(AssertionError, match=r"scheduler hyperband has no builder in vitray.sweep.schedulers"):
+    with pytest.raises(AssertionError, match=r"scheduler hyperband has no builder in vitray.sweeps.schedulers"):
         build_scheduler(plan.first.length, space.model_copy(update={"scheduler": scheduler}), store)
     search = SimpleNamespace(kind="sobol", traits=SearchTraits(learns=True), seed=0)
-    with pytest.raises(AssertionError, match=r"search sobol has no sampler in vitray.sweep.sampler"):
+    with pytest.raises(AssertionError, match=r"search sobol has no sampler in vitray.sweeps.sampler"):
         ask(space.model_copy(update={"search": search}), [], 0)
     with pytest.raises(AssertionError, match="sobol"):
         check_space(space.model_copy(update={"search": search}), base)

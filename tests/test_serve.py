@@ -18,11 +18,11 @@ from vitray.config import Run
 from vitray.config.serving import Limits, Serving, check_address, default_task, parse_tasks
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
-from vitray.serving.driver import bundle_of, gpus_of_a_replica
 from vitray.serving.hosted import Hosted, Item, check_tasks
 from vitray.serving.network import Network
 from vitray.serving.options import build_parser, read_settings
 from vitray.serving.request_body import BadRequest, Query, read_form, read_query
+from vitray.serving.serve import bundle_of, gpus_of_a_replica
 from vitray.weights import load_model, save_model
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]
@@ -229,8 +229,8 @@ def answers(hosted: Hosted, task: str | None, images: list[bytes]) -> list[np.nd
 
 def logged_answer(url: Path, image: bytes) -> np.ndarray:
     """Return the probabilities of a network by itself, with the cropping written out."""
-    from vitray.data.augment.batch import normalized
-    from vitray.data.augment.image import crop_center
+    from vitray.data.augment.crops import crop_center
+    from vitray.data.augment.mixing import normalized
     from vitray.weights import load_model
 
     run, vit, _ = load_model(str(url))

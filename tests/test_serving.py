@@ -32,10 +32,10 @@ from PIL import Image
 from starlette.testclient import TestClient
 from torchvision.transforms.v2 import functional as vision
 
-from vitray import storage
 from vitray.config import Run
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
+from vitray.system import storage
 from vitray.tracking.model_flavor import REQUIREMENTS, log_family, log_model
 from vitray.weights import load_model, save_model
 
@@ -393,7 +393,7 @@ def test_logging_a_model_changes_only_its_run(store, folder):
 def test_a_logged_model_holds_no_pickle(uri, tmp_path):
     root = Path(mlflow.artifacts.download_artifacts(uri, dst_path=str(tmp_path)))
     files = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
-    assert {"artifacts/model/model.safetensors", "code/vitray/storage.py", "serving.py", "MLmodel"} <= set(files)
+    assert {"artifacts/model/model.safetensors", "code/vitray/system/storage.py", "serving.py", "MLmodel"} <= set(files)
     kinds = {Path(name).suffix for name in files}
     assert kinds <= {".safetensors", ".py", ".yaml", ".json", ".txt", ""}
     assert {name for name in files if not Path(name).suffix} <= {"MLmodel", "registered_model_meta"}

@@ -25,7 +25,6 @@ from PIL import Image
 
 from pipelines import shard
 from pipelines.__main__ import run_verb
-from vitray import storage
 from vitray.config import load_run
 from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
 from vitray.data.shards import ShardSettings, inspection, open_dataset, read_request, write_dataset, writing
@@ -38,6 +37,7 @@ from vitray.data.shards.writing import _check_indexable, select_classes
 from vitray.errors import ConfigError, OwnershipLost
 from vitray.inference.images import open_images
 from vitray.models.network import build_network
+from vitray.system import storage
 from vitray.system.lease import own_folder
 from vitray.system.processes import process_tags
 from vitray.weights import load_model, save_model

@@ -19,16 +19,15 @@ from test_recipes import CIFAR_RESULT
 
 import tune_spaces
 from pipelines import recipes
-from vitray import storage
 from vitray.config import Run, load_run
 from vitray.config.sweep import MOST_POINTS, Distribution, slug
-from vitray.data.augment.batch import normalized, one_hot
 from vitray.data.augment.decode import decode_image
+from vitray.data.augment.mixing import normalized, one_hot
 from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError
-from vitray.sweep.expressions import evaluate, names_in
-from vitray.sweep.plan import Recipe, plan_stages, with_absolute_addresses
-from vitray.sweep.space import (
+from vitray.sweeps.expressions import evaluate, names_in
+from vitray.sweeps.plan import Recipe, plan_stages, with_absolute_addresses
+from vitray.sweeps.space import (
     Space,
     SweepPoint,
     check_overrides,
@@ -44,6 +43,7 @@ from vitray.sweep.space import (
     split_overrides,
     stage_space,
 )
+from vitray.system import storage
 from vitray.tasks.build import build_task
 from vitray.training.optim import build_optimizer, clip_gradients, set_learning_rate
 from vitray.training.schedule import learning_rate, length_of

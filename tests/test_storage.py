@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitray import scratch, storage
 from vitray.config import Model, Run
 from vitray.errors import ConfigError, RunError
 from vitray.models.vit import ViT
+from vitray.system import scratch, storage
 from vitray.weights import load_model, save_model
 
 
@@ -167,7 +167,7 @@ def test_a_file_is_created_atomically(place):
 
 def test_a_temporary_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path):
     code = (
-        "import sys, time; from vitray.storage import scratch_folder\n"
+        "import sys, time; from vitray.system.storage import scratch_folder\n"
         "with scratch_folder() as folder:\n    (folder / 'file').touch(); print(folder, flush=True); sys.stdin.read()"
     )
 

@@ -14,10 +14,10 @@ import boto3
 import botocore.exceptions
 import pytest
 
-from vitray import storage
 from vitray.cluster.storage_check import check_outlives_job, check_readable, check_writable
 from vitray.errors import ConfigError
 from vitray.runs.resolve import check_storage
+from vitray.system import storage
 
 SECRET = "canary-secret-0123456789"
 

@@ -25,12 +25,11 @@ from PIL import Image
 from ray.exceptions import RayError
 
 from pipelines.__main__ import main
-from vitray import storage
 from vitray.bench.scaling_pipelines import ThreadBroadcast
 from vitray.config.augmentation import Augment, CenterCrop
-from vitray.data.augment.batch_policy import apply_draws
 from vitray.data.augment.draws import Draws, read_draws
 from vitray.data.augment.keyed_random import raw_draws
+from vitray.data.augment.ops_tensor import apply_draws
 from vitray.data.shards import checking
 from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
 from vitray.data.shares import PAIR
@@ -44,6 +43,7 @@ from vitray.data.stream.pieces import Cut
 from vitray.data.stream.preview import sample_sheet
 from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError
+from vitray.system import storage
 
 GROUPS = st.lists(st.integers(1, 400), min_size=1, max_size=40).map(np.array)
 DIVIDED = st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda pair: (pair[0] * pair[1], pair[1]))

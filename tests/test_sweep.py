@@ -19,18 +19,18 @@ from ray import tune
 from ray.util.placement_group import placement_group_table
 from ray.util.state import list_tasks
 
-from vitray import storage
 from vitray.cluster import session
 from vitray.config import Model, Run, load_run
 from vitray.data.shards import open_dataset, read_request, write_dataset
 from vitray.data.stream.cache import forget_decoded
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
-from vitray.sweep.driver import retry_failed, sweep
-from vitray.sweep.plan import Recipe, dry_run
-from vitray.sweep.space import read_space
-from vitray.sweep.trial import INTERRUPTED, TrialTrainable
-from vitray.sweep.trial_store import TrialRecord, TrialStore, read_entries, read_record, write_record
+from vitray.sweeps.plan import Recipe, dry_run
+from vitray.sweeps.space import read_space
+from vitray.sweeps.sweep import retry_failed, sweep
+from vitray.sweeps.trial import INTERRUPTED, TrialTrainable
+from vitray.sweeps.trial_store import TrialRecord, TrialStore, read_entries, read_record, write_record
+from vitray.system import storage
 from vitray.system.lease import own_folder
 from vitray.weights import save_model
 
@@ -388,14 +388,14 @@ def test_a_trial_whose_process_dies_at_every_start_fails(folder, monkeypatch):
         def setup(self, config, context=None):
             os._exit(1)
 
-    monkeypatch.setattr("vitray.sweep.tuning.TrialTrainable", Dying)
+    monkeypatch.setattr("vitray.sweeps.tuning.TrialTrainable", Dying)
     outcome = begin(folder, "never", space="one.yaml", **{"compute.max_failures": 1})
     assert (outcome.trials, outcome.finished, outcome.failed) == (1, 0, 1)
     (record,) = [json.loads(path.read_text()) for path in Path(outcome.home).glob("*/trial.json")]
     assert record["state"] == "failed"
     assert "its process failed, at last with" in record["reason"]
 
-    monkeypatch.setattr("vitray.sweep.tuning.TrialTrainable", TrialTrainable)
+    monkeypatch.setattr("vitray.sweeps.tuning.TrialTrainable", TrialTrainable)
     assert begin(folder, "never", space="one.yaml", **{"compute.max_failures": 1}).failed == 1
     retry_failed(read_space(folder / "one.yaml"), "never", str(folder / "sweeps"))
     retried = begin(folder, "never", space="one.yaml", **{"compute.max_failures": 1})
@@ -442,7 +442,7 @@ def stand_in(is_reusable=True):
 @pytest.mark.timeout(900)
 def test_a_trial_that_a_process_does_not_take_fails_and_the_others_run(folder, monkeypatch):
     """Tune does not start such a trial in another process, but its place is free for the next one."""
-    monkeypatch.setattr("vitray.sweep.tuning.TrialTrainable", stand_in(is_reusable=False))
+    monkeypatch.setattr("vitray.sweeps.tuning.TrialTrainable", stand_in(is_reusable=False))
     (folder / "six.yaml").write_text("space: {optim.lr: {grid: [0.01, 0.02, 0.03, 0.04, 0.05, 0.06]}}\n")
     outcome = begin(folder, "fresh", space="six.yaml", **{"compute.max_failures": 1})
     assert (outcome.trials, outcome.finished + outcome.failed) == (6, 6)
@@ -470,8 +470,8 @@ def test_tunes_loop_never_waits_for_storage(folder, monkeypatch):
         is_looping.clear()
         called(store)
 
-    monkeypatch.setattr("vitray.sweep.tuning.TrialTrainable", stand_in())
-    monkeypatch.setattr("vitray.sweep.sweep_logger.REPORT_INTERVAL", 1.0)
+    monkeypatch.setattr("vitray.sweeps.tuning.TrialTrainable", stand_in())
+    monkeypatch.setattr("vitray.sweeps.sweep_logger.REPORT_INTERVAL", 1.0)
     monkeypatch.setattr(storage, "filesystem", filesystem)
     monkeypatch.setattr(TrialStore, "start", start)
     monkeypatch.setattr(TrialStore, "close", close)

@@ -15,19 +15,19 @@ from vitray.config.model_names import parse_name
 from vitray.config.probes import PROBE_TRAITS, ProbeTraits, feature_probes, training_probes
 from vitray.config.stems import RESNETS, STEMS, Convolution, StemTraits
 from vitray.errors import ConfigError
-from vitray.evaluation.probes import PROBES, Probe
-from vitray.evaluation.report.driver import Request, compute_evaluation
-from vitray.evaluation.report.options import read_options
-from vitray.evaluation.report.page import render
+from vitray.evaluation.evaluate import Request, compute_evaluation
+from vitray.evaluation.options import read_options
+from vitray.evaluation.page import render
+from vitray.exports.export import export_network
+from vitray.exports.graphs import GRAPHS, write_torch_export
+from vitray.exports.libraries import COMPLETED
+from vitray.exports.options import TARGETS, ExportRequest, TargetTraits, check_request
+from vitray.metrics.probes import PROBES, Probe
 from vitray.models.counts import count, diagram
 from vitray.models.probabilities import probability_of
 from vitray.models.sizes import sizes_of
 from vitray.models.stems import LAYERS
 from vitray.models.vit import ViT
-from vitray.serving.export.driver import export_network
-from vitray.serving.export.graphs import GRAPHS, write_torch_export
-from vitray.serving.export.libraries import COMPLETED
-from vitray.serving.export.options import TARGETS, ExportRequest, TargetTraits, check_request
 from vitray.tasks.losses import LOSSES, Loss
 from vitray.tasks.supervised import Classification
 from vitray.training.probes import probe_weights, read_probe_images

@@ -14,9 +14,9 @@ from torch import Tensor
 from vitray.config import Run, load_run
 from vitray.config.augmentation import Normalize
 from vitray.config.training import Optim
-from vitray.data.augment.batch import DeviceBatch
+from vitray.data.augment.mixing import DeviceBatch
 from vitray.errors import ConfigError
-from vitray.evaluation.scores import EvaluationSet, evaluate_loss
+from vitray.metrics.scores import EvaluationSet, evaluate_loss
 from vitray.models.patches import patchify
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tasks.build import build_task

@@ -23,7 +23,7 @@ from vitray.inspection.report.subjects import choose_images
 from vitray.inspection.states import run_states
 from vitray.inspection.tensors import KINDS, network_tensors
 from vitray.models.torchvision_networks import TorchvisionNetwork
-from vitray.plotting import LIGHT
+from vitray.pages.plotting import LIGHT
 
 SECTIONS = re.compile(r'<section id="(\w+)"')
 

@@ -15,11 +15,11 @@ from vitray.config.augmentation import Normalize
 from vitray.config.torchvision_names import NETWORKS, check_size
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
+from vitray.exports.folding import fold
+from vitray.exports.graphs import trace_program, write_onnx
 from vitray.models.counts import count, diagram
 from vitray.models.network import build_network, vit_of
 from vitray.models.torchvision_networks import TorchvisionNetwork, torchvision_sizes
-from vitray.serving.export.folding import fold
-from vitray.serving.export.graphs import trace_program, write_onnx
 from vitray.tasks.build import build_task
 from vitray.training.optim import parameter_groups
 from vitray.weights import import_weights, load_deltas, load_model, save_model

@@ -25,13 +25,12 @@ from botocore.exceptions import EndpointConnectionError
 from hosts import until
 
 from pipelines import sync, ui
-from vitray import storage
 from vitray.errors import ConfigError, RunError, one_line, redact, redact_uri
-from vitray.system import processes
-from vitray.tracking import mlflow_client, model_registry, system_info, tracker, ui_server
+from vitray.system import host_facts, mlflow_client, processes, storage
+from vitray.system.mlflow_client import open_client, tracking_uri
+from vitray.tracking import model_registry, tracker, ui_server
 from vitray.tracking.flush import close_dead_runs, flush_all
 from vitray.tracking.lineage import FOLDER_TAG
-from vitray.tracking.mlflow_client import open_client, tracking_uri
 from vitray.tracking.model_registry import PROMOTION_TAG
 from vitray.tracking.spool import Spool, now, spool_dir
 from vitray.tracking.tracker import TrackedRun, Tracker
@@ -776,9 +775,9 @@ def test_only_a_provably_dead_process_is_dead():
 
 
 def test_a_machine_has_metrics_and_facts():
-    metrics = system_info.SystemSampler().sample()
+    metrics = host_facts.SystemSampler().sample()
     assert all(math.isfinite(value) for value in metrics.values())
-    facts = system_info.facts()
+    facts = host_facts.facts()
     assert {"version.torch", "version.ray", "version.mlflow", "hardware.cpu", "hardware.cores"} <= set(facts)
     assert all(facts.values())
 
@@ -919,7 +918,7 @@ def test_waiting_records_go_to_their_own_store_only(folder, monkeypatch, migrate
 def test_a_kill_while_the_store_is_created_leaves_no_store(tmp_path):
     file = tmp_path / "new" / "mlruns.db"
     code = (
-        "from vitray.tracking.mlflow_client import import_mlflow, open_client;"
+        "from vitray.system.mlflow_client import import_mlflow, open_client;"
         f"import_mlflow(); open_client('sqlite:///{file}')"
     )
     creator = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)})
@@ -939,7 +938,7 @@ def test_two_processes_that_create_a_store_get_the_same_one(tmp_path):
     file = tmp_path / "mlruns.db"
     file.unlink()
     code = (
-        "from vitray.tracking.mlflow_client import import_mlflow, open_client;"
+        "from vitray.system.mlflow_client import import_mlflow, open_client;"
         f"import_mlflow(); open_client('sqlite:///{file}').create_experiment(__import__('sys').argv[1])"
     )
     creators = [
@@ -995,7 +994,7 @@ def test_two_processes_that_set_a_store_aside_get_the_same_new_one(tmp_path):
     damage(file)
     inode = f":{file.stat().st_ino} "
     code = (
-        "from vitray.tracking.mlflow_client import import_mlflow, open_client;"
+        "from vitray.system.mlflow_client import import_mlflow, open_client;"
         f"import_mlflow(); open_client('sqlite:///{file}').search_experiments()"
     )
     with file.open("rb") as opened:

@@ -9,7 +9,6 @@ from image_sets import SHAPES, write_dataset
 from networks import scrambled
 from PIL import Image
 
-from vitray import storage
 from vitray.config import load_run
 from vitray.config.figures import FEWEST_COMPARED, NEEDS
 from vitray.data.shards import holdout_mask
@@ -21,6 +20,7 @@ from vitray.runs.placement import place_workers
 from vitray.runs.registered_figures import inspect_model, log_registered_figures
 from vitray.runs.resolve import resolve
 from vitray.runs.run_logger import RunLogger
+from vitray.system import storage
 from vitray.training import messages
 from vitray.training.examples import read_examples
 from vitray.training.figures import draw_figures, read_shown_images

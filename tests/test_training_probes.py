@@ -16,27 +16,27 @@ from image_sets import SHAPES, write_dataset
 from pipelines.evaluate import main as evaluate_verb
 from vitray.config import load_run
 from vitray.config.training import Guard
-from vitray.data.augment.batch import normalized
+from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
-from vitray.data.augment.image import crop_center
+from vitray.data.augment.mixing import normalized
 from vitray.data.shards import holdout_mask
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.errors import ConfigError, RunError
-from vitray.evaluation.arrays import Labeled
-from vitray.evaluation.calibration import adaptive_ece, brier
-from vitray.evaluation.feature_rank import effective_rank, rankme
-from vitray.evaluation.few_shot import probe_few_shot
-from vitray.evaluation.knn import probe_knn
-from vitray.evaluation.probes import mean_distances
+from vitray.metrics.arrays import Labeled
+from vitray.metrics.calibration import adaptive_ece, brier
+from vitray.metrics.feature_rank import effective_rank, rankme
+from vitray.metrics.few_shot import probe_few_shot
+from vitray.metrics.knn import probe_knn
+from vitray.metrics.probes import mean_distances
 from vitray.models.vit import ViT
 from vitray.runs import ray_host
-from vitray.runs.driver import train
 from vitray.runs.placement import place_workers
 from vitray.runs.resolve import resolve
+from vitray.runs.train import train
 from vitray.runs.training_probes import probe_checkpoints
-from vitray.sweep.driver import sweep
-from vitray.sweep.plan import Recipe
-from vitray.sweep.space import read_space
+from vitray.sweeps.plan import Recipe
+from vitray.sweeps.space import read_space
+from vitray.sweeps.sweep import sweep
 from vitray.training import checkpoints, loop, prober
 from vitray.training.checkpoints import Checkpoint
 from vitray.training.prober import Prober

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from vitray.data.augment.contact_sheets import Prediction, prediction_sheet
+from vitray.system.host_facts import SystemSampler
 from vitray.tracking import figures
 from vitray.tracking.lineage import ModelScores, TrackedDataset
-from vitray.tracking.system_info import SystemSampler
 from vitray.tracking.tracker import TrackedRun, Tracker
 
 pytestmark = pytest.mark.slow

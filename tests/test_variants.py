@@ -30,7 +30,7 @@ from vitray.models.positions import VisiblePatches, resample
 from vitray.models.rope import axial_rotation, rotate
 from vitray.models.sizes import sizes_of
 from vitray.models.vit import ViT, regroup
-from vitray.sweep.space import check_space, read_space, run_of
+from vitray.sweeps.space import check_space, read_space, run_of
 from vitray.tasks.build import build_task
 from vitray.training.optim import parameter_groups
 from vitray.weights import import_weights, load_model, save_model

@@ -16,7 +16,6 @@ from test_report import HOSTILE, measured_page
 
 from pipelines import recipes
 from pipelines.__main__ import main
-from vitray import storage
 from vitray.cluster import session
 from vitray.config import load_run
 from vitray.data.augment.decode import decode_image
@@ -25,6 +24,7 @@ from vitray.errors import ConfigError, RunError
 from vitray.inference.images import open_images, read_encoded
 from vitray.inference.models import describe_network
 from vitray.runs.run_dir import Outcome
+from vitray.system import storage
 from vitray.vtab import driver, protocol, tasks
 from vitray.vtab.protocol import SWEEP, TASKS, Setting, best_setting, hash_order, mean_score
 from vitray.vtab.report import render
@@ -202,8 +202,8 @@ def test_the_verb_chooses_one_setting_and_scores_each_seed(place, small, tmp_pat
 
 def correct(model, path):
     from vitray.config.augmentation import CenterCrop
-    from vitray.data.augment.batch import normalized
-    from vitray.data.augment.image import crop_center
+    from vitray.data.augment.crops import crop_center
+    from vitray.data.augment.mixing import normalized
 
     run, vit, classes = load_model(model)
     crop = CenterCrop(crop_ratio=None, interpolation="bilinear")

@@ -18,8 +18,9 @@ from test_readme import CLONED, UNCHECKED, Block, blocks, commands, run_python
 
 from pipelines import recipes
 from pipelines.__main__ import main
-from vitray import ViT, storage
+from vitray import ViT
 from vitray.config import load_run
+from vitray.system import storage
 from vitray.weights import load_model, save_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -16,12 +16,12 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
 from pipelines.__main__ import main
-from vitray import storage
 from vitray.config import Model, Run
 from vitray.config.augmentation import Normalize
 from vitray.errors import ConfigError
 from vitray.models.positions import sincos2d
 from vitray.models.vit import ViT
+from vitray.system import storage
 from vitray.system.lease import own_folder
 from vitray.weights import export_weights, import_weights, load_model, save_model
 

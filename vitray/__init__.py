@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vitray.models.counts import count as count
     from vitray.models.vit import ViT as ViT
     from vitray.models.vit import regroup as regroup
-    from vitray.runs.driver import train as train
+    from vitray.runs.train import train as train
     from vitray.weights import export_weights as export_weights
     from vitray.weights import flatten_model as flatten_model
     from vitray.weights import import_weights as import_weights
@@ -28,7 +28,7 @@ PUBLIC = {
     "Model": "vitray.config",
     "Run": "vitray.config",
     "load_run": "vitray.config",
-    "train": "vitray.runs.driver",
+    "train": "vitray.runs.train",
     "count": "vitray.models.counts",
     "parse_name": "vitray.config.model_names",
     "ViT": "vitray.models.vit",

@@ -29,9 +29,9 @@ LOGGING = (
     "training/loop",
     "training/evaluator",
     "training/prober",
-    "evaluation/scores",
+    "metrics/scores",
 )
-LOGGING += ("tracking/system_info", "sweep/sweep_logger", "evaluation/report/tracking")
+LOGGING += ("system/host_facts", "sweeps/sweep_logger", "evaluation/tracking")
 WRITERS = {"figure", "text", "image"}
 EXIT_STATUSES = """\
 | exit status | meaning |
@@ -197,7 +197,7 @@ def tracking_page() -> str:
     check("artifact", artifacts(), set(ARTIFACTS))
     lists = {
         "costs": keys_of("vitray/training/profiling.py", "measure_costs"),
-        "load": keys_of("vitray/tracking/system_info.py", "sample"),
+        "load": keys_of("vitray/system/host_facts.py", "sample"),
     }
     parts = [
         top("Metrics and artifacts", "The metrics, images and artifacts that a run logs to MLflow."),

@@ -15,9 +15,9 @@ import torch
 from vitray.bench.rounds import Results, circumstances, interleave, ratio_of, spread_of
 from vitray.bench.train import TrainSettings, random_batch, recipe, training_step
 from vitray.config import Run
-from vitray.data.augment.batch import DeviceBatch
 from vitray.data.augment.draws import Draws, draw_columns, draw_operations, read_draws, write_draws
 from vitray.data.augment.keyed_random import generator
+from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.stream.batches import HostBatch, Share
 from vitray.data.stream.prefetch import Prefetcher
 from vitray.training.learner import Learner

@@ -16,7 +16,7 @@ from vitray.config import Model
 from vitray.errors import ConfigError
 from vitray.models.blocks import most_fused
 from vitray.models.vit import ViT, regroup
-from vitray.plotting import to_png
+from vitray.pages.plotting import to_png
 
 # Of the same network, between which `auto` chooses. The same blocks in sequence are another network.
 EXECUTIONS = ("loop", "fused")

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from vitray.bench.rounds import write_csv
-from vitray.plotting import LIGHT, new_figure, style_axis, to_png
+from vitray.pages.plotting import LIGHT, new_figure, style_axis, to_png
 
 
 def write_results(folder: Path, stem: str, rows: list[dict[str, Any]], figure: Figure) -> dict[str, Any]:

@@ -7,11 +7,11 @@ import torch
 from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vitray import storage
 from vitray.bench.recipe_stages import background_load, measure_cpu, measure_stages, open_stream, scale_to_full_load
 from vitray.bench.verdict import Machines, StageSeconds
 from vitray.config import Run
 from vitray.errors import ConfigError, RunError
+from vitray.system import storage
 
 # Seconds for a node to start the task, which imports torch, beside those of the measurement.
 START_SECONDS = 180

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from vitray.bench.fault_subjects import SCRIPTS, SUBJECTS, Settings, python_of
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import RunError
-from vitray.tracking import system_info
+from vitray.system import host_facts
 
 VERSIONS = "import json, sys; from importlib.metadata import version; "
 VERSIONS += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
@@ -79,4 +79,4 @@ def make_mds(data: Path, environments: Path) -> None:
 
 def machine() -> str:
     """Return this machine in words."""
-    return f"{os.cpu_count()} cores of {system_info.facts()['hardware.cpu']}"
+    return f"{os.cpu_count()} cores of {host_facts.facts()['hardware.cpu']}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from vitray.bench.charts import draw_costs, write_results
 from vitray.bench.rounds import Spread, circumstances, interleave, progress, ratio_of, spread_of, write_record
 from vitray.config import Run, load_run
-from vitray.storage import scratch_folder
+from vitray.system.storage import scratch_folder
 from vitray.tasks.build import build_task
 from vitray.tasks.recompute import recompute_activations
 from vitray.training.evaluator import autocast

@@ -22,8 +22,8 @@ from vitray.bench.loaders import Decode, blocks_of, loader, loop, ours, pil, tor
 from vitray.bench.process_tree import cpu_seconds_since, tree_cpu_seconds
 from vitray.bench.rounds import circumstances, progress, ratio_of, rotated, spread_of, write_record
 from vitray.config.augmentation import Augment, RandomResizedCrop
-from vitray.data.augment.batch_policy import apply_draws
 from vitray.data.augment.draws import read_draws
+from vitray.data.augment.ops_tensor import apply_draws
 from vitray.data.shards import open_dataset
 from vitray.data.stream.batches import Share, StreamSpec
 from vitray.data.stream.stream import Stream

@@ -32,7 +32,7 @@ from vitray.config import load_run
 from vitray.errors import ConfigError
 from vitray.inference.pipeline import pool_bounds
 from vitray.models.vit import ViT
-from vitray.scratch import temporary_folder
+from vitray.system.scratch import temporary_folder
 from vitray.weights import save_model
 
 OURS = "vitray predict"

@@ -20,7 +20,7 @@ from vitray.data.shards import Dataset, read_request, write_dataset
 from vitray.errors import ConfigError, RunError
 from vitray.runs.ray_host import RayJob, RayStart, start_probe_actor, unfinished
 from vitray.runs.resolve import resolve
-from vitray.storage import scratch_folder
+from vitray.system.storage import scratch_folder
 from vitray.training.host import Job
 from vitray.training.learner import Learner
 from vitray.training.messages import Message

@@ -17,11 +17,11 @@ from vitray.bench.loaders import blocks_of
 from vitray.bench.train import random_batch, training_step
 from vitray.bench.verdict import Machines, StageSeconds
 from vitray.config import Run
-from vitray.data.augment.batch_policy import apply_draws
+from vitray.data.augment.crops import augment_image, crop_and_draw, decode_for_view
 from vitray.data.augment.decode import DecodedImage, UndecodableImage
 from vitray.data.augment.draws import read_draws
-from vitray.data.augment.image import augment_image, crop_and_draw, decode_for_view
 from vitray.data.augment.keyed_random import generator
+from vitray.data.augment.ops_tensor import apply_draws
 from vitray.data.shards import open_dataset
 from vitray.data.stream.batches import StreamSpec
 from vitray.data.stream.decoding import read_rows

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vitray.pages.files import csv_text
-from vitray.tracking import system_info
+from vitray.system import host_facts
 
 
 class Spread(NamedTuple):
@@ -86,7 +86,7 @@ def circumstances(device: torch.device, threads: int | None = None) -> str:
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        hardware = f"{system_info.facts()['hardware.cpu']}, {threads or torch.get_num_threads()} threads"
+        hardware = f"{host_facts.facts()['hardware.cpu']}, {threads or torch.get_num_threads()} threads"
     return f"{hardware}; torch {torch.__version__}, Python {platform.python_version()}"
 
 
@@ -121,7 +121,7 @@ def write_record(path: Path, device: torch.device, result: dict[str, Any]) -> di
 
 
 def _with_facts(device: torch.device, result: Mapping[str, Any]) -> dict[str, Any]:
-    facts = system_info.facts()
+    facts = host_facts.facts()
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return {
         "device": device.type,

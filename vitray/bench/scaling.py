@@ -24,7 +24,7 @@ from vitray.bench.process_tree import Usage, cpu_seconds_since, highest_usage, t
 from vitray.bench.rounds import Spread, circumstances, progress, ratio_of, rotated, spread_of
 from vitray.bench.scaling_pipelines import DECODE_MS, TASK_LOG, Epoch, slow_decoding, stock, stream, tasks_in_flight
 from vitray.errors import ConfigError
-from vitray.storage import scratch_folder
+from vitray.system.storage import scratch_folder
 
 # Object store of all nodes together, and of the driver's.
 STORE, DRIVER_STORE = 1200 * 10**6, 200 * 10**6

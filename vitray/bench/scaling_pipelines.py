@@ -81,7 +81,7 @@ def _decode_group(
 ) -> dict[str, np.ndarray]:
     import torch
 
-    from vitray.data.augment.image import augment_image
+    from vitray.data.augment.crops import augment_image
 
     torch.set_num_threads(1)
     group = int(item["group"][0])

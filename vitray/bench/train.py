@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from vitray.bench.rounds import Results, circumstances, interleave, ratio_of, spread_of
 from vitray.config import Run, load_run
-from vitray.data.augment.batch import DeviceBatch, normalized
+from vitray.data.augment.mixing import DeviceBatch, normalized
 from vitray.data.stream.batches import Share
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.tasks.build import build_task

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitray import storage
 from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError, one_line, redact_uri
-from vitray.tracking.mlflow_client import import_mlflow, in_time, open_client, tracking_uri
+from vitray.system import storage
+from vitray.system.mlflow_client import import_mlflow, in_time, open_client, tracking_uri
 
 PACKAGES = ("vitray", "ray", "torch", "torchvision", "pyarrow", "mlflow", "boto3")
 # Seconds for a node to start an actor, which imports torch and MLflow, and to answer.

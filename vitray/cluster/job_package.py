@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vitray import storage
 from vitray.errors import ConfigError, redact
+from vitray.system import storage
 
 # Folders that are never sent from a folder outside git.
 EXCLUDED_FOLDERS = {".git", ".venv", "venv", "__pycache__", "node_modules"}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vitray.cluster import session
 from vitray.cluster.job_package import PackageFiles, write_package
 from vitray.errors import ConfigError, RunError, nearest, one_line, redact
-from vitray.storage import scratch_folder
+from vitray.system.storage import scratch_folder
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

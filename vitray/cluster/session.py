@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vitray.errors import ConfigError, RunError, one_line
-from vitray.scratch import temporary_folder
+from vitray.system.scratch import temporary_folder
 
 # Set before Ray is imported, unless the user has set them.
 RAY_SETTINGS = {

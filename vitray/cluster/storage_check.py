@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vitray import storage
 from vitray.cluster import session
 from vitray.errors import ConfigError, redact, redact_uri
+from vitray.system import storage
 
 if TYPE_CHECKING:
     from botocore.exceptions import BotoCoreError, ClientError

@@ -1,4 +1,4 @@
-"""What settings, plans and options know of each probe; `PROBES` of `vitray/evaluation/probes.py` computes it."""
+"""What settings, plans and options know of each probe; `PROBES` of `vitray/metrics/probes.py` computes it."""
 
 from typing import Literal, NamedTuple
 

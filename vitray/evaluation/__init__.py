@@ -1,1 +1,1 @@
-"""Scores of a split, their uncertainty, and probes of features: arrays in, values out."""
+"""`vitray evaluate`: scores of networks by address, comparisons, probes and the page."""

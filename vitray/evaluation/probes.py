@@ -1,105 +1,49 @@
-"""Probes of a network's features, logits and attention: what they learn from one split is scored on another.
+"""The images and labels of `--probes`: those that the probes learn from, and those that they are scored on."""
 
-A probe is a row of `PROBES` here, and of `PROBE_TRAITS` in `vitray/config/probes.py`.
-
-Shapes: N images; of attention distance (LPHB), L levels, P branches, H heads, B images.
-"""
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
-from vitray.evaluation.arrays import Labeled, ProbeInputs, draw_part
-from vitray.evaluation.calibration import calibration_scores
-from vitray.evaluation.feature_rank import rank_scores
-from vitray.evaluation.few_shot import SHOTS, few_shot_scores
-from vitray.evaluation.knn import NEIGHBORS, knn_scores
-from vitray.evaluation.linear_probe import linear_scores
-
-# Another one than that of the linear probe's development part, which a hash of the keys chooses too.
-SHARE_SEED = 1
+from vitray.config.probes import feature_probes
+from vitray.errors import ConfigError, nearest
+from vitray.evaluation.classes import check_distinct
+from vitray.inference.images import ImageSet, open_images
+from vitray.inference.outputs import Outputs
+from vitray.metrics.arrays import Labeled
 
 
-class Probe(NamedTuple):
-    """The computation of a probe, and how its scores are shown."""
-
-    compute: Callable[[ProbeInputs], dict[str, Any]]
-    """Returns scores by name. `_low` and `_high` after a name are the bounds of its interval, `_std` its deviation."""
-    headline: str
-    """The score that stands for the probe in a single line."""
-    titles: Mapping[str, str] = {}
-    """Titles of the scores that the page of `vitray evaluate` shows; results.json has all."""
-    in_percent: bool = False
-    """Whether they are shown in percent."""
+def check_probes(names: Sequence[str]) -> None:
+    """Refuse unknown probes."""
+    known = feature_probes()
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--probes: got {name}, expected some of {', '.join(known)}{nearest(name, known)}")
 
 
-def _calibration(inputs: ProbeInputs) -> dict[str, float]:
-    scores = calibration_scores(inputs.logits, inputs.scored.labels, probability=inputs.probability)._asdict()
-    return {name: value for name, value in scores.items() if name != "images"}
+def open_training(images: ImageSet, train_split: str) -> ImageSet:
+    """Return the training images beside those of a split; refuse a source that has only the latter."""
+    train = open_images(images.url, train_split)
+    if train.identity == images.identity:
+        raise ConfigError(
+            f"--train-split: got {train_split}, whose images are those of --split {images.split} in {images.url};"
+            " expected other images than the scored ones, as of a source with splits"
+        )
+    return train
 
 
-def _attention_distance(inputs: ProbeInputs) -> dict[str, float]:
-    assert inputs.attention_distances is not None, "settings refuse a network without attention"
-    return mean_distances(inputs.attention_distances())
+def all_classes(train: ImageSet | None, test: ImageSet) -> list[str]:
+    """Return the class names of both splits: a source lists only the classes that a split has."""
+    if train is None or train.classes == test.classes:
+        return list(test.classes)
+    check_distinct(train.url, train.classes)
+    check_distinct(test.url, test.classes)
+    return list(dict.fromkeys([*train.classes, *test.classes]))
 
 
-def mean_distances(distance_LPHB: np.ndarray) -> dict[str, float]:
-    """Return the mean attention distance in pixels, of all levels and of each, counted from 0."""
-    levels = distance_LPHB.astype(np.float64).mean((1, 2, 3)).tolist()
-    by_level = {f"attention_distance_level{number:02d}": value for number, value in enumerate(levels)}
-    return {"attention_distance": float(np.mean(levels))} | by_level
-
-
-# In the order of the page.
-PROBES = {
-    "knn": Probe(
-        knn_scores, "knn10", {f"knn{count}": f"kNN, {count} neighbors" for count in NEIGHBORS}, in_percent=True
-    ),
-    "few_shot": Probe(
-        few_shot_scores,
-        "few_shot5",
-        {f"few_shot{shots}": f"few-shot, {shots} image{'s' * (shots > 1)} a class" for shots in SHOTS}
-        | {"few_shot_least": "few-shot, images of the smallest class"},
-        in_percent=True,
-    ),
-    "linear": Probe(linear_scores, "linear", {"linear": "linear probe"}, in_percent=True),
-    "rank": Probe(
-        rank_scores,
-        "rankme",
-        {
-            "rankme": "RankMe",
-            "effective_rank": "effective rank",
-            "separation_variance_share": "variance between classes",
-            "separation_cosine": "cosine separation",
-        },
-    ),
-    "calibration": Probe(_calibration, "ece"),
-    "attention_distance": Probe(_attention_distance, "attention_distance"),
-}
-
-
-def probe_scores(names: Collection[str], inputs: ProbeInputs) -> dict[str, Any]:
-    """Return the scores of the named probes by name."""
-    values: dict[str, Any] = {}
-    for name, probe in PROBES.items():
-        if name in names:
-            values |= probe.compute(inputs)
-    return values
-
-
-def probe_shares(shares: Sequence[float], inputs: ProbeInputs) -> dict[str, Any]:
-    """Return the scores of linear probes that learn from a share of the training images, as `linear_share0.1`.
-
-    A hash of the keys chooses the images, so a larger share has those of a smaller one, for every network.
-    """
-    values: dict[str, Any] = {}
-    for share in shares:
-        train, keys = inputs.learned, inputs.keys
-        count = max(1, round(share * len(train.labels)))
-        chosen_N = draw_part(len(train.labels), count, SHARE_SEED, keys)
-        part = Labeled(train.features[chosen_N], train.labels[chosen_N])
-        part_keys = [key for key, is_in in zip(keys, chosen_N, strict=True) if is_in]
-        fitted = linear_scores(inputs._replace(train=part, keys=part_keys))
-        values |= {name.replace("linear", f"linear_share{share:g}", 1): value for name, value in fitted.items()}
-    return values
+def numbered(outputs: Outputs, images: ImageSet, classes: Sequence[str]) -> Labeled:
+    """Return the features with labels as places among `classes`."""
+    assert outputs.features is not None
+    if images.classes == tuple(classes):  # two classes may have one name
+        return Labeled(outputs.features, outputs.labels)
+    places = {name: place for place, name in enumerate(classes)}
+    return Labeled(outputs.features, np.array([places[name] for name in images.classes], np.int64)[outputs.labels])

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitray import storage
 from vitray.data.shards.manifest import MANIFEST, open_dataset, row_keys
 from vitray.data.shards.options import Kind, ShardRequest, ShardSettings
 from vitray.data.shards.sources import DetectedSource, Listing, SourceEntry, detect_source, list_source, read_items
 from vitray.data.stream.decoding import SplitRows, locate_rows, read_rows
 from vitray.errors import ConfigError
+from vitray.system import storage
 
 
 class EncodedImage(NamedTuple):

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from vitray import storage
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.shards.checking import check_shard, check_sizes
 from vitray.data.shards.manifest import IMAGE_FILE, MANIFEST, open_dataset, row_keys
 from vitray.data.shards.sources import LARGEST_FILE, PATH_COLUMNS, list_tar
 from vitray.data.shards.tables import holds_images, image_rows, read_images, read_index
 from vitray.errors import ConfigError, nearest
+from vitray.system import storage
 
 ADDRESS_COLUMNS = (*PATH_COLUMNS, "url", "uri", "address")
 READS_AT_ONCE = 16

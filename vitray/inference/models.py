@@ -13,9 +13,9 @@ from vitray.errors import ConfigError
 from vitray.inference.network_spec import NetworkSpec
 from vitray.models.network import AnyNetwork
 from vitray.models.probabilities import probability_of
-from vitray.tracking.mlflow_client import tracking_env, tracking_uri
-from vitray.tracking.model_uri import is_model_uri, pin_uri
+from vitray.system.mlflow_client import tracking_env, tracking_uri
 from vitray.weights import identity_of, open_weights
+from vitray.weights.addresses import is_model_uri, pin_uri
 
 
 def describe_network(url: str) -> tuple[NetworkSpec, AnyNetwork]:

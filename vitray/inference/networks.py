@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitray.data.augment.batch import normalized, to_device
+from vitray.data.augment.mixing import normalized, to_device
 from vitray.data.augment.views import View
 from vitray.inference.models import open_network
 from vitray.inference.network_spec import NetworkSpec, Wanted

@@ -20,7 +20,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vitray import storage
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.data.shards.tables import read_table
 from vitray.errors import ConfigError
@@ -29,6 +28,7 @@ from vitray.inference.extractor import Alter, Extractor, Output
 from vitray.inference.images import ImageSet
 from vitray.inference.network_spec import NetworkSpec
 from vitray.models.network import AnyNetwork
+from vitray.system import storage
 
 FORMAT = 1
 CHUNK = 512

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vitray import storage
 from vitray.data.augment.views import usable
 from vitray.data.shards.manifest import shard_errors
 from vitray.data.shards.tables import read_table
@@ -24,6 +23,7 @@ from vitray.inference.network_spec import NetworkSpec
 from vitray.inference.plan import Options, Plan, column_widths
 from vitray.models.probabilities import probabilities_of
 from vitray.pages.files import csv_text
+from vitray.system import storage
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,13 +9,13 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from vitray import storage
 from vitray.config import Model
 from vitray.config.model_names import is_vit, parse_name
 from vitray.config.parsing import short
 from vitray.errors import ConfigError, RunError, nearest
 from vitray.inference.listing import ImageList
 from vitray.inference.network_spec import NetworkSpec, Wanted
+from vitray.system import storage
 
 FORMAT = 1
 PLAN, RESULT, PARTS = "plan.json", "predictions.json", "parts"

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TextIO
 
-from vitray import storage
 from vitray.cluster import session
 from vitray.cluster.storage_check import check_writable
 from vitray.data.shards.ray_tasks import ProgressLine
@@ -27,6 +26,7 @@ from vitray.inference.plan import (
     open_plan,
     write_plan,
 )
+from vitray.system import storage
 
 
 class Request(NamedTuple):

@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vitray import storage
+from vitray.system import storage
 
 PAGE = "index.html"
 # The characters with which a text becomes a formula in a spreadsheet; the wide ones in some languages.

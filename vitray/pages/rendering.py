@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from vitray.plotting import DARK, LIGHT
+from vitray.pages.plotting import DARK, LIGHT
 
 
 class Picture(NamedTuple):

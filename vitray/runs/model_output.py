@@ -5,16 +5,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from vitray import storage
 from vitray.config import Run
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.models.network import build_network
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.runs.run_dir import OUTCOME, RUN_META, run_dataset, stored_run
-from vitray.tracking.model_uri import resolve_uri
+from vitray.system import storage
 from vitray.training import checkpoints
 from vitray.weights import SavedModel, save_model, save_tokenizer
+from vitray.weights.addresses import resolve_uri
 from vitray.weights.freezing import prepare
 from vitray.weights.pretrained import InitialWeights
 

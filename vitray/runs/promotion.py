@@ -6,18 +6,18 @@ import shlex
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, assert_never
 
-from vitray import storage
 from vitray.config import Run, load_run
 from vitray.config.training import Promote, check_alias
 from vitray.errors import ConfigError, RunError, one_line
-from vitray.evaluation.intervals import Comparison
+from vitray.metrics.intervals import Comparison
 from vitray.runs.console import Console
 from vitray.runs.run_dir import RUN_META, stored_run
+from vitray.system import storage
 from vitray.tracking.model_registry import holder_of, move_alias, tag_promotion, version_of_run
-from vitray.tracking.model_uri import pin_uri, resolve_uri
+from vitray.weights.addresses import pin_uri, resolve_uri
 
 if TYPE_CHECKING:
-    from vitray.evaluation.report.results import PairResult
+    from vitray.evaluation.results import PairResult
 
 When = Literal["better", "significantly_better"]
 
@@ -163,7 +163,7 @@ def _compare(candidate: _Candidate, holder: str | None, request: PromotionReques
         return result
     if holder == candidate.version:
         return result._replace(reason="it had the alias already")  # of an earlier command, perhaps a killed one
-    from vitray.evaluation.report.driver import Request, evaluate  # torch takes a second
+    from vitray.evaluation.evaluate import Request, evaluate  # torch takes a second
 
     data, split = request.data or candidate.run.data.url, request.split or candidate.run.data.val or "val"
     if data is None:

@@ -20,9 +20,9 @@ import vitray.runs.failures  # noqa: F401 (its filter of Ray Train's tracebacks,
 from vitray.data.stream.batches import StreamSpec
 from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError, OwnershipLost
-from vitray.evaluation.scores import Score
+from vitray.metrics.scores import Score
+from vitray.system.host_facts import SystemSampler
 from vitray.system.lease import check_owner, check_visible
-from vitray.tracking.system_info import SystemSampler
 from vitray.training.data import evaluation_spec
 from vitray.training.evaluator import score_networks
 from vitray.training.host import Job, Notice

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vitray import storage
 from vitray.cluster import session
 from vitray.cluster.storage_check import check_readable, check_writable
 from vitray.config import Run
@@ -18,10 +17,11 @@ from vitray.data.shards.checking import check_sizes
 from vitray.data.shards.manifest import MANIFEST, Dataset
 from vitray.errors import ConfigError, nearest
 from vitray.models.sizes import Sizes, sizes_of
-from vitray.tracking.mlflow_client import tracking_uri
-from vitray.tracking.model_uri import check_model_name
+from vitray.system import storage
+from vitray.system.mlflow_client import tracking_uri
 from vitray.training.resolved import ResolvedRun
 from vitray.training.schedule import Intervals, Length, check_shares, intervals_of, length_of
+from vitray.weights.addresses import check_model_name
 
 if TYPE_CHECKING:
     from vitray.tasks.costs import TaskCosts

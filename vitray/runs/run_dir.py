@@ -6,13 +6,13 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from vitray import storage
 from vitray.cluster import session
 from vitray.config import Run, load_run
 from vitray.config.training import Finetune
 from vitray.data.shards import Dataset, open_dataset
 from vitray.errors import ConfigError, nearest
 from vitray.runs.resolve import difference
+from vitray.system import storage
 from vitray.training.resolved import ResolvedRun
 
 SETTINGS, RUN_META, OUTCOME = "run.yaml", "run.json", "outcome.json"

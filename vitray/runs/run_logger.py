@@ -15,7 +15,6 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vitray import storage
 from vitray.cluster import local_ray
 from vitray.config.training import Data
 from vitray.data.augment.contact_sheets import Prediction, prediction_sheet
@@ -23,7 +22,7 @@ from vitray.data.augment.decode import decode_image
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.data.stream.preview import sample_sheet
 from vitray.errors import cut_middle, one_line
-from vitray.evaluation.arrays import Examples
+from vitray.metrics.arrays import Examples
 from vitray.runs.console import Console, RunConsole
 from vitray.runs.placement import Placement
 from vitray.runs.resolve import TrialHook, plan_of
@@ -38,7 +37,7 @@ from vitray.runs.run_summary import (
     run_datasets,
 )
 from vitray.runs.worker_mailbox import Mailbox
-from vitray.tracking import system_info
+from vitray.system import host_facts, storage
 from vitray.tracking.lineage import ModelScores
 from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG
 from vitray.tracking.tracker import TrackedRun, Tracker
@@ -171,7 +170,7 @@ class RunLogger:
         tracker = Tracker(
             TrackedRun(folder.uid, folder.name, run.tracking.experiment, parent, folder.starts),
             run.dotted() | plan,
-            tags | system_info.facts(),
+            tags | host_facts.facts(),
             describe_run(resolved, self._placement),
         )
         tracker.datasets(self._datasets)

@@ -9,12 +9,12 @@ from vitray.config.training import Data
 from vitray.data.shards import Dataset
 from vitray.data.shares import share_sizes
 from vitray.errors import redact_uri
-from vitray.evaluation.few_shot import shots_within
+from vitray.metrics.few_shot import shots_within
 from vitray.runs.console import clock
 from vitray.runs.placement import Placement
 from vitray.runs.run_dir import Outcome
+from vitray.system.mlflow_client import tracking_uri
 from vitray.tracking.lineage import TrackedDataset
-from vitray.tracking.mlflow_client import tracking_uri
 from vitray.training.messages import WorkerResult
 from vitray.training.resolved import ResolvedRun
 from vitray.training.schedule import micro_batches, num_passes

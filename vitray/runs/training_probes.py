@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from vitray import storage
 from vitray.data.shards import holdout_mask
 from vitray.errors import ConfigError
-from vitray.evaluation.probes import PROBES
+from vitray.metrics.probes import PROBES
 from vitray.runs.model_output import find_checkpoints
 from vitray.runs.run_dir import run_dataset, stored_run
+from vitray.system import storage
 from vitray.training import checkpoints
 from vitray.training.probes import network_weights, probe_weights, read_probe_images
 

@@ -7,7 +7,7 @@ from ray.serve import Application
 from vitray.config.serving import Serving
 from vitray.serving.gateway import Gateway
 from vitray.serving.network import Network
-from vitray.tracking.model_uri import pin_uri
+from vitray.weights.addresses import pin_uri
 
 # Serve itself holds the whole bodies of requests that wait for the gateway. So none waits: the gateway bounds the
 # bodies, and answers the overflow of the queue in JSON.

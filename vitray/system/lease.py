@@ -25,8 +25,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from vitray import storage
 from vitray.errors import ConfigError, OwnershipLost
+from vitray.system import storage
 from vitray.system.processes import is_alive, is_dead, process_tags
 
 FOLDER, CLAIM, BEAT = ".owner", ".json", ".beat"

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from vitray.config.augmentation import Normalize
-from vitray.plotting import DPI, LIGHT, missing_glyphs, new_figure, one_line, style_axis, to_png
+from vitray.pages.plotting import DPI, LIGHT, missing_glyphs, new_figure, one_line, style_axis, to_png
 
 # Classes of a confusion matrix: up to the first number with counts in its cells, up to the second with names.
 MOST_COUNTED, MOST_NAMED = 20, 60

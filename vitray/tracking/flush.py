@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from vitray.errors import one_line
+from vitray.system.mlflow_client import import_mlflow, open_client, store_address, tracking_uri
 from vitray.system.processes import is_dead
-from vitray.tracking.mlflow_client import import_mlflow, open_client, store_address, tracking_uri
 from vitray.tracking.model_registry import UID_TAG
 from vitray.tracking.spool import RECORDS, Spool, spool_dir
 from vitray.tracking.uploader import REASON_TAG, Uploader

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from vitray import storage
 from vitray.config import load_run
 from vitray.config.training import Tracking
-from vitray.tracking.model_uri import CHECKPOINT_TAG, find_logged_model, is_model_uri, resolve_uri
+from vitray.system import storage
+from vitray.weights.addresses import CHECKPOINT_TAG, find_logged_model, is_model_uri, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -17,17 +17,17 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema, Tens
 from mlflow.types.schema import AnyType, Array, Object, Property
 from PIL import Image
 
-from vitray import storage
 from vitray.config import Run, load_run
 from vitray.config.serving import BASE_TASK, is_task_name
 from vitray.errors import ConfigError, cut_middle
-from vitray.storage import scratch_folder
+from vitray.system import storage
+from vitray.system.storage import scratch_folder
 from vitray.tracking.lineage import FOLDER_TAG
 from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG, TASKS_TAG
-from vitray.tracking.model_uri import MODEL_DIR, pin_uri, resolve_uri
+from vitray.weights.addresses import MODEL_DIR, pin_uri, resolve_uri
+from vitray.weights.classify import check_classifier, is_classifier
 from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, Delta, identity_of, read_delta, read_state
 from vitray.weights.folder import check_member, flatten_model, load_model, load_tokenizer
-from vitray.weights.prediction import check_classifier, is_classifier
 
 PACKAGE = Path(__file__).parents[1]
 PYFUNC = Path(__file__).with_name("pyfunc.py")

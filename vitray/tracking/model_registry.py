@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vitray.errors import ConfigError, one_line, redact_uri
-from vitray.tracking.mlflow_client import database_file, import_mlflow, in_time, open_client, tracking_uri, user_dir
-from vitray.tracking.model_uri import NOT_FOUND
+from vitray.system.mlflow_client import database_file, import_mlflow, in_time, open_client, tracking_uri, user_dir
+from vitray.weights.addresses import NOT_FOUND
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

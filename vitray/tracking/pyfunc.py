@@ -19,9 +19,9 @@ from mlflow.pyfunc.model import PythonModel, PythonModelContext
 from vitray.config.serving import BASE_TASK, default_task, unknown_task
 from vitray.data.augment.decode import UndecodableImage, check_size, decode_image
 from vitray.errors import LONGEST_MESSAGE, cut_middle, printable
+from vitray.weights.classify import answer, class_names, is_classifier, probabilities, view_of
 from vitray.weights.family import Member
 from vitray.weights.folder import load_deltas
-from vitray.weights.prediction import answer, class_names, is_classifier, probabilities, view_of
 
 # Images per forward pass, which bounds the memory of a long request.
 BATCH_SIZE = 64

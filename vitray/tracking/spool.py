@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitray.errors import redact
-from vitray.tracking.mlflow_client import user_dir
+from vitray.system.mlflow_client import user_dir
 
 RECORDS = "records.jsonl"
 LOCK = "lock"

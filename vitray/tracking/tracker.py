@@ -12,12 +12,12 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from vitray.errors import ConfigError, one_line, redact, redact_uri
+from vitray.system.host_facts import source_name
+from vitray.system.mlflow_client import import_mlflow, store_address, tracking_uri
 from vitray.system.processes import process_tags
 from vitray.tracking.flush import close_dead_runs
 from vitray.tracking.lineage import ModelScores, TrackedDataset, clean_key, run_page
-from vitray.tracking.mlflow_client import import_mlflow, store_address, tracking_uri
 from vitray.tracking.spool import Spool, now, spool_dir
-from vitray.tracking.system_info import source_name
 from vitray.tracking.uploader import Uploader
 
 LOG = logging.getLogger("vitray.tracking")

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 
 from vitray.errors import ConfigError, one_line, redact_uri
+from vitray.system.mlflow_client import artifact_root, import_mlflow, open_client
 from vitray.tracking.lineage import WORKFLOW
-from vitray.tracking.mlflow_client import artifact_root, import_mlflow, open_client
 
 # The page of an experiment that lists its runs; without the query MLflow 3.17 may open that of traces.
 RUNS_PAGE = f"#/experiments/{{}}/runs?{WORKFLOW}"

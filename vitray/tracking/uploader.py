@@ -5,8 +5,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from vitray.errors import ConfigError, one_line
+from vitray.system.mlflow_client import artifact_root, open_client, tracking_env
 from vitray.tracking.lineage import FOLDER_TAG, log_checkpoint, log_datasets, log_image, log_link, log_scores
-from vitray.tracking.mlflow_client import artifact_root, open_client, tracking_env
 from vitray.tracking.model_registry import UID_TAG, move_champion, register_model
 from vitray.tracking.spool import Spool, SpoolCursor, SpoolRecord, spool_dir
 

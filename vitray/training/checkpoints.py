@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vitray import storage
 from vitray.errors import ConfigError
-from vitray.storage import scratch_folder
+from vitray.system import storage
+from vitray.system.storage import scratch_folder
 
 META, FORMAT = "checkpoint.json", 2
 # Seconds between tries while training goes on. An outage of some minutes delays a checkpoint; it does not end the run.

@@ -10,7 +10,7 @@ from torch import Tensor
 from vitray.config import Run
 from vitray.data.stream.batches import Share
 from vitray.data.stream.prefetch import Prefetcher
-from vitray.evaluation.scores import EvaluationSet, Score, broadcast_buffers, evaluate, evaluate_loss
+from vitray.metrics.scores import EvaluationSet, Score, broadcast_buffers, evaluate, evaluate_loss
 from vitray.models.probabilities import probability_of
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tasks.build import Task, build_task

@@ -18,7 +18,7 @@ from vitray.inspection.report.figures import make_figure
 from vitray.inspection.report.measuring import measure
 from vitray.inspection.report.subjects import ChosenImages, Subject, images_of, view_of
 from vitray.models.vit import ViT
-from vitray.plotting import LIGHT, to_png
+from vitray.pages.plotting import LIGHT, to_png
 from vitray.training.examples import choose_examples
 
 

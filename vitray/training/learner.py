@@ -12,9 +12,9 @@ from vitray.config import Run
 from vitray.data.stream.batches import Share
 from vitray.errors import ConfigError
 from vitray.models.stems import synchronize_norms
+from vitray.system import host_facts
 from vitray.tasks.build import Task, build_task
 from vitray.tasks.recompute import recompute_activations
-from vitray.tracking import system_info
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Checkpoint
 from vitray.training.host import Host
@@ -88,7 +88,7 @@ def checkpoint_of(run: Run, learner: Learner, state: TrainState, share: Share) -
         "optimizer": rest,
         "workers": share.workers,
         "run": run.model_dump(mode="json"),
-        "versions": system_info.versions(),
+        "versions": host_facts.versions(),
     }
     return Checkpoint(state.step, parts, content)
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.data.augment.batch import BatchRows, BatchSettings, DeviceBatch, normalized, prepare_batch
 from vitray.data.augment.keyed_random import step_generator
+from vitray.data.augment.mixing import BatchRows, BatchSettings, DeviceBatch, normalized, prepare_batch
 from vitray.data.stream.batches import Share
 from vitray.data.stream.decoding import read_rows
 from vitray.data.stream.prefetch import Prefetcher
-from vitray.evaluation.scores import gather_names
+from vitray.metrics.scores import gather_names
 from vitray.models.stems import use_patch
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Saver

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from vitray.evaluation.arrays import Examples
+from vitray.metrics.arrays import Examples
 
 
 class WorkersStarted(NamedTuple):

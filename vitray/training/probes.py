@@ -12,15 +12,15 @@ from torch import Tensor
 
 from vitray.config import Run
 from vitray.config.probes import PROBE_TRAITS
-from vitray.data.augment.batch import normalized
 from vitray.data.augment.keyed_random import raw_draws
+from vitray.data.augment.mixing import normalized
 from vitray.data.augment.views import View, decode_views, usable
 from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.decoding import SplitRows, locate_rows, read_labels, read_rows
 from vitray.errors import ConfigError
-from vitray.evaluation.arrays import Labeled, ProbeInputs
-from vitray.evaluation.probes import probe_scores
 from vitray.inspection.attention_distance import attention_distances
+from vitray.metrics.arrays import Labeled, ProbeInputs
+from vitray.metrics.probes import probe_scores
 from vitray.models.adapters import merge_lora
 from vitray.models.network import AnyNetwork, build_network, vit_of
 from vitray.models.probabilities import probability_of

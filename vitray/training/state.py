@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from vitray.config.training import Guard
-from vitray.evaluation.scores import Score
+from vitray.metrics.scores import Score
 from vitray.training.messages import Metrics
 
 # Losses that a spike is compared with, and records that a checkpoint repeats.

@@ -14,19 +14,19 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitray import storage
 from vitray.cluster import session
 from vitray.config import Run, load_run
 from vitray.config.parsing import parse_overrides, split_words
 from vitray.config.training import Finetune
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError
-from vitray.evaluation.report.classes import class_numbers
-from vitray.evaluation.report.driver import DEFAULT_FOLDER, MAX_CORRUPT, Network, open_networks
+from vitray.evaluation.classes import class_numbers
+from vitray.evaluation.evaluate import DEFAULT_FOLDER, MAX_CORRUPT, Network, open_networks
 from vitray.inference.models import describe_network
 from vitray.inference.outputs import Work, compute_outputs
-from vitray.runs.driver import train
 from vitray.runs.resolve import check_storage
+from vitray.runs.train import train
+from vitray.system import storage
 from vitray.vtab.protocol import SWEEP, TRAIN, Setting, best_setting
 from vitray.vtab.report import write_vtab
 from vitray.vtab.results import NetworkResult, TaskResult, VtabEvaluation

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from vitray.evaluation.report.charts import Line, interval_chart
-from vitray.evaluation.report.texts import aligned
+from vitray.evaluation.charts import Line, interval_chart
+from vitray.evaluation.texts import aligned
 from vitray.pages.files import csv_text, write_files
 from vitray.pages.rendering import Column, PageSection, Table, render_page
 from vitray.vtab.protocol import TASKS, Setting

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitray.evaluation.intervals import Interval, wilson
 from vitray.inference.network_spec import NetworkSpec
+from vitray.metrics.intervals import Interval, wilson
 from vitray.vtab.protocol import TASKS, Setting, VtabMean, mean_score
 
 

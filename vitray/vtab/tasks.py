@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vitray import storage
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.shards.manifest import (
     MANIFEST,
@@ -25,8 +24,9 @@ from vitray.data.shards.manifest import (
     save_dataset,
 )
 from vitray.errors import ConfigError
-from vitray.evaluation.report.probes import open_training
+from vitray.evaluation.probes import open_training
 from vitray.inference.images import EncodedImage, ImageSet, open_images, read_encoded, read_names
+from vitray.system import storage
 from vitray.vtab.protocol import DEVELOPMENT, TRAIN, hash_order
 
 # The splits of a subset, named as VTAB names them.

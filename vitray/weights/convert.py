@@ -15,8 +15,8 @@ from vitray.errors import ConfigError, nearest, one_line
 from vitray.models.network import AnyNetwork
 from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT
+from vitray.weights.detect import detect_layout, settings_of
 from vitray.weights.files import State, WeightsFile, few, read_weights
-from vitray.weights.inference import detect_layout, settings_of
 from vitray.weights.layouts import LAYOUTS, MINUS_ONE_TO_ONE, WeightLayout, tensor_names
 
 NOT_WEIGHTS = "num_batches_tracked"

@@ -19,12 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vitray import storage
 from vitray.config.sections import Section
 from vitray.config.validation import explain_error
 from vitray.errors import ConfigError
 from vitray.models.adapters import merge_lora
-from vitray.tracking.model_uri import is_model_uri, pin_uri, resolve_uri
+from vitray.system import storage
+from vitray.weights.addresses import is_model_uri, pin_uri, resolve_uri
 from vitray.weights.convert import import_state
 from vitray.weights.files import State, as_float32
 

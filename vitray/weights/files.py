@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vitray import storage
 from vitray.errors import ConfigError, cut_middle
+from vitray.system import storage
 
 State = dict[str, Tensor]
 # Training scripts save {"model": ...}; flax prefixes names with the path of the tree.

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from vitray import storage
 from vitray.config import Run, load_run
 from vitray.config.parsing import short
 from vitray.config.sections import LONGEST_TEXT
@@ -20,9 +19,10 @@ from vitray.errors import ConfigError, odd_character
 from vitray.models.adapters import merge_lora
 from vitray.models.network import AnyNetwork, build_network
 from vitray.models.tokenizer import VisualTokenizer
-from vitray.storage import scratch_folder
+from vitray.system import storage
 from vitray.system.lease import own_folder
-from vitray.tracking.model_uri import resolve_uri
+from vitray.system.storage import scratch_folder
+from vitray.weights.addresses import resolve_uri
 from vitray.weights.convert import import_weights
 from vitray.weights.delta import (
     CLASSES,

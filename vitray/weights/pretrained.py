@@ -15,8 +15,8 @@ from vitray.models.network import AnyNetwork, build_network
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import TwoHeads, ViT, build_head
-from vitray.tracking.model_uri import pin_uri
 from vitray.weights import LoadedModel, identity_of, load_tokenizer, open_weights
+from vitray.weights.addresses import pin_uri
 from vitray.weights.freezing import Audit, audit, part_of, prepare
 
 # Settings that define the function of a network. The others only affect execution or training, or are adapted.

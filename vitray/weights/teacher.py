@@ -9,8 +9,8 @@ from vitray.config.distillation import Distillation
 from vitray.errors import ConfigError, nearest
 from vitray.models.network import AnyNetwork
 from vitray.models.products import Products
-from vitray.tracking.model_uri import pin_uri
 from vitray.weights import LoadedModel, identity_of, open_weights
+from vitray.weights.addresses import pin_uri
 
 SETTING = "task.distill.teacher"
 

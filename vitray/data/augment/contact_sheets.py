@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
 
 from vitray.config.augmentation import Augment
 from vitray.config.parsing import flatten
-from vitray.data.augment.image import ImageSize, augment_image
+from vitray.data.augment.crops import ImageSize, augment_image
 from vitray.data.augment.keyed_random import generator
 
 CELL, GAP, MARGIN, CORNER = 144, 8, 24, 10

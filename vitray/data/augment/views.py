@@ -20,7 +20,7 @@ class View(NamedTuple):
 
     def of(self, image_HWC: np.ndarray) -> np.ndarray:
         """Return the view of a decoded image."""
-        from vitray.data.augment.image import crop_center  # imports torch, and not all processes with views have it
+        from vitray.data.augment.crops import crop_center  # imports torch, and not all processes with views have it
 
         return crop_center(image_HWC, self.crop, self.size)
 

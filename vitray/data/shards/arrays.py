@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-from vitray import storage
 from vitray.errors import ConfigError, nearest, one_line
+from vitray.system import storage
 
 IDX_IMAGES = re.compile(r"images[-.]idx3-ubyte(\.gz)?$")
 CIFAR_BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")

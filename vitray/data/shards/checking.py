@@ -15,10 +15,10 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from vitray import storage
 from vitray.data.shards.manifest import Dataset, shard_errors
 from vitray.errors import ConfigError
-from vitray.tracking.mlflow_client import user_dir
+from vitray.system import storage
+from vitray.system.mlflow_client import user_dir
 
 CHECKED = "checked"
 

@@ -17,13 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from vitray import storage
 from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
 from vitray.data.shards.options import Kind, ShardRequest
 from vitray.data.shards.ray_tasks import run_with_progress
 from vitray.data.shards.sources import REJECTS, Listing, Reject, SourceEntry, read_items
 from vitray.data.shards.tables import read_table
 from vitray.errors import ConfigError, cut_middle, printable
+from vitray.system import storage
 
 WORK = ".work"
 # Part of every name: other versions may encode or lay out bytes differently.

@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, ValidationError, model_validator
 
-from vitray import storage
 from vitray.cluster import session
 from vitray.config.parsing import short
 from vitray.config.sections import Section, Size, Text
 from vitray.config.validation import explain_error
 from vitray.errors import ConfigError, one_line
+from vitray.system import storage
 
 IMAGE_FILE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|ppm|avif)$", re.IGNORECASE)
 MANIFEST = "dataset.json"

@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError
 
-from vitray import storage
 from vitray.config.parsing import apply_changes, parse_overrides
 from vitray.config.sections import Fraction, Section, Seed, Size, Text
 from vitray.config.validation import explain_error
 from vitray.data.augment.decode import MAX_PIXELS
 from vitray.errors import ConfigError
+from vitray.system import storage
 
 AnySection = TypeVar("AnySection", bound=Section)
 Kind = Literal["folder", "index", "tar", "parquet", "cifar", "idx", "demo"]

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any, NamedTuple, assert_never, get_args
 
-from vitray import storage
 from vitray.config.parsing import short
 from vitray.data.shards.arrays import IDX_IMAGES, check_tar_end, list_cifar, list_idx, read_png
 from vitray.data.shards.demo import CLASSES, demo_item
@@ -26,6 +25,7 @@ from vitray.data.shards.tables import (
     read_index,
 )
 from vitray.errors import ConfigError, nearest, odd_character, printable
+from vitray.system import storage
 
 REJECTS = "rejects.parquet"
 

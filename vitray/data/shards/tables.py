@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vitray import storage
 from vitray.errors import ConfigError, nearest
+from vitray.system import storage
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "png")
 # A Parquet file of a kilobyte may hold a billion rows: equal values, and values that repeat an earlier one, take almost

@@ -17,7 +17,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vitray import storage
 from vitray.cluster.storage_check import check_readable, check_writable
 from vitray.data.shards.checking import check_dataset, mark_checked
 from vitray.data.shards.inspection import WORK, content_name, inspect_source, write_rejects
@@ -38,6 +37,7 @@ from vitray.data.shards.ray_tasks import run_tasks, run_with_progress, tasks_at_
 from vitray.data.shards.sources import DetectedSource, Listing, Reject, detect_source, list_source, read_ranges
 from vitray.data.shards.tables import ImageTable
 from vitray.errors import ConfigError, nearest
+from vitray.system import storage
 from vitray.system.lease import FOLDER, check_owner, own_folder
 
 # Class names that a message lists.

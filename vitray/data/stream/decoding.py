@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vitray import storage
 from vitray.config.augmentation import Augment, CenterCrop
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.draws import draw_columns, write_draws
@@ -24,6 +23,7 @@ from vitray.data.shards.checking import check_shard
 from vitray.data.shards.manifest import Columns, Dataset, shard_errors
 from vitray.data.stream.epoch_order import EpochOrder
 from vitray.errors import ConfigError, nearest
+from vitray.system import storage
 
 if TYPE_CHECKING:
     import ray
@@ -188,7 +188,7 @@ def _write_view(
     images: Images, index: int, content: np.ndarray | bytes, key: str, view: ViewSettings, copy: int
 ) -> None:
     """Write the view of an image, and any draws that the worker applies, into the columns."""
-    from vitray.data.augment.image import augment_image, crop_and_draw, crop_center, decode_for_view
+    from vitray.data.augment.crops import augment_image, crop_and_draw, crop_center, decode_for_view
 
     whole, crop = None, view.crop
     if isinstance(content, np.ndarray):

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitray.data.augment.batch import DeviceBatch
 from vitray.data.augment.draws import Draws
+from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.stream.batches import HostBatch
 
 # Batches that wait ready; more of them would only hide longer pauses in reading.
@@ -105,7 +105,7 @@ class Prefetcher:
 
 def _augment(images_BHWC: Tensor, draws: Draws) -> None:
     # Imported here: torchvision takes seconds, and most runs augment in tasks.
-    from vitray.data.augment.batch_policy import apply_draws
+    from vitray.data.augment.ops_tensor import apply_draws
 
     apply_draws(images_BHWC, draws)
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from vitray import storage
 from vitray.config.augmentation import Augment
 from vitray.config.sections import Section, Seed
 from vitray.data.augment.contact_sheets import Sample, contact_sheet
@@ -16,6 +15,7 @@ from vitray.data.shards.manifest import Dataset, open_dataset
 from vitray.data.shards.options import read_settings
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.errors import ConfigError
+from vitray.system import storage
 
 MOST_PIXELS = 2**28  # a sheet of 0.8 GB before it is compressed
 

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from vitray.pages.files import csv_text
-from vitray.plotting import DARK, LIGHT, Theme, one_line, style_axis, to_png, to_svg
+from vitray.pages.plotting import DARK, LIGHT, Theme, one_line, style_axis, to_png, to_svg
 
 DPI = 200
 Rows = list[Sequence[Any]]

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vitray import storage
 from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError
 from vitray.inference.models import describe_network
@@ -20,7 +19,8 @@ from vitray.inspection.report.page import PAGE, Inspection, render
 from vitray.inspection.report.subjects import MOST_SHOWN, ChosenImages, Subject, choose_images, view_of
 from vitray.inspection.report.tracking import track_inspection
 from vitray.models.network import vit_of
-from vitray.tracking.mlflow_client import has_store
+from vitray.system import storage
+from vitray.system.mlflow_client import has_store
 
 DEFAULT_FOLDER = "inspect"
 

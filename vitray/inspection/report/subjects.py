@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitray import storage
-from vitray.data.augment.batch import normalized
+from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.image import crop_center
+from vitray.data.augment.mixing import normalized
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.errors import ConfigError
 from vitray.inference.images import EncodedImage, ImageSet, open_images, read_with_or_without_labels
 from vitray.inference.network_spec import NetworkSpec
 from vitray.models.network import AnyNetwork, vit_of
 from vitray.models.vit import ViT
+from vitray.system import storage
 
 IMAGE_FILE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|ppm|avif)$", re.IGNORECASE)
 # Images that are shown one by one: the grid of figure 14 in the ViT paper.

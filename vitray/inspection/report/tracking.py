@@ -4,11 +4,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from vitray import storage
 from vitray.inference.images import ImageSet
 from vitray.inspection.report.page import PAGE, Inspection, images_text, network_text
 from vitray.inspection.report.subjects import Subject
-from vitray.tracking import system_info
+from vitray.system import host_facts, storage
 from vitray.tracking.lineage import TrackedDataset, experiment_of
 from vitray.tracking.tracker import TrackedRun, Tracker
 
@@ -16,7 +15,7 @@ from vitray.tracking.tracker import TrackedRun, Tracker
 def track_inspection(inspection: Inspection, folder: str, files: Mapping[str, bytes]) -> None:
     """Log the files of an inspection's folder for each network; a repeated inspection continues its run."""
     for subject in inspection.subjects:
-        tags = {"vitray.kind": "inspection", "vitray.home": storage.absolute(folder)} | system_info.facts()
+        tags = {"vitray.kind": "inspection", "vitray.home": storage.absolute(folder)} | host_facts.facts()
         description = _description(inspection, subject)
         with Tracker(
             _identity(inspection, subject, folder), _params(inspection, subject), tags, description

@@ -10,7 +10,7 @@ from vitray.inspection.branches import PERMUTATIONS, BranchReport, BranchSums, H
 from vitray.inspection.report.drawings import DPI, FigureResult, Rows, Table, add_legend, number_levels, prepare
 from vitray.inspection.report.subjects import Subject, View
 from vitray.inspection.similarity import FEWEST_IMAGES
-from vitray.plotting import Theme, new_figure
+from vitray.pages.plotting import Theme, new_figure
 
 TITLES: dict[Half, str] = {"attn": "attention", "ffn": "feed-forward"}
 ALPHA = 0.05

@@ -13,7 +13,7 @@ from vitray.inspection.report.drawings import DPI, FigureResult, Rows, Table, ad
 from vitray.inspection.report.figures.spectra import draw_spectra, spectrum_rows
 from vitray.inspection.report.subjects import Subject
 from vitray.inspection.tensors import KINDS, Kind, spectra
-from vitray.plotting import Theme, new_figure
+from vitray.pages.plotting import Theme, new_figure
 
 # Levels with numbers in the cells of the heat map.
 MOST_NUMBERED = 16

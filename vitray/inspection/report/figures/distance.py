@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from vitray.inspection.attention_distance import AttentionSpread, attention_distances, patch_distances
 from vitray.inspection.report.drawings import DPI, FigureResult, Rows, Table, add_legend, number_levels, prepare
 from vitray.inspection.report.subjects import Subject, View
-from vitray.plotting import Theme, new_figure
+from vitray.pages.plotting import Theme, new_figure
 
 PROSE = (
     "A dot is a head: the mean over queries and images, and the thin line through it is one standard deviation over"

@@ -11,7 +11,7 @@ from vitray.inspection.changes import FeatureChange, feature_changes, tokens_of
 from vitray.inspection.report.drawings import DPI, FigureResult, Rows, draw_band, number_levels, prepare, to_array
 from vitray.inspection.report.subjects import Subject, View
 from vitray.inspection.states import has_levels
-from vitray.plotting import Theme, new_figure
+from vitray.pages.plotting import Theme, new_figure
 
 PROSE = (
     "Above: the length of the change of an image's tokens over their length in the first network. Below: the cosine"

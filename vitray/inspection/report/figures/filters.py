@@ -13,7 +13,7 @@ from vitray.inspection.filters import StemFilters, first_filters, receptive_fiel
 from vitray.inspection.report.drawings import DPI, FigureResult, prepare, tiled, to_array
 from vitray.inspection.report.subjects import Subject
 from vitray.models.torchvision_networks import TorchvisionNetwork
-from vitray.plotting import Theme, new_figure
+from vitray.pages.plotting import Theme, new_figure
 
 # Filters of a first convolution that are drawn, and tiles in a row.
 MOST_KERNELS = 112

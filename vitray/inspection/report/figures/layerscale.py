@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from vitray.inspection.report.drawings import DPI, FigureResult, Rows, add_legend, number_levels, prepare, to_array
 from vitray.inspection.report.subjects import Subject
 from vitray.inspection.tensors import LayerScale, layerscales
-from vitray.plotting import Theme, new_figure
+from vitray.pages.plotting import Theme, new_figure
 
 PROSE = (
     "The size of LayerScale by level: the median over channels, in a band from the 5th to the 95th percentile. It"

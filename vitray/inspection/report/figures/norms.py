@@ -18,7 +18,7 @@ from vitray.inspection.report.drawings import (
 )
 from vitray.inspection.report.subjects import Subject, View
 from vitray.inspection.tokens import OUTLIER_FACTOR, TokenNorms, join_token_norms, token_norms
-from vitray.plotting import Theme, new_figure
+from vitray.pages.plotting import Theme, new_figure
 
 # Outliers that are drawn as dots at each state, the longest; the rest is counted.
 MOST_DOTS = 200

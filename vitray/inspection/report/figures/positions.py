@@ -33,7 +33,7 @@ from vitray.inspection.report.drawings import (
 )
 from vitray.inspection.report.subjects import Subject
 from vitray.models.vit import ViT
-from vitray.plotting import Theme, new_figure
+from vitray.pages.plotting import Theme, new_figure
 
 # Tiles of each side of the figure.
 MOST_TILES = 14

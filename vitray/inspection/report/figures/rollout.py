@@ -17,7 +17,7 @@ from vitray.inspection.report.subjects import ChosenImages, Subject
 from vitray.inspection.rollout import attention_maps, gradient_rollout
 from vitray.models.probabilities import probabilities_of
 from vitray.models.torchvision_networks import TorchvisionNetwork
-from vitray.plotting import Theme, new_figure, one_line
+from vitray.pages.plotting import Theme, new_figure, one_line
 
 # Images with all their maps on the page; the grid has all that are shown.
 MOST_LARGE = 12

@@ -12,7 +12,7 @@ from vitray.inspection.report.drawings import DPI, FigureResult, Rows, add_bar, 
 from vitray.inspection.report.subjects import Subject, View
 from vitray.inspection.similarity import FEWEST_IMAGES, cka, level_grams
 from vitray.inspection.states import has_levels
-from vitray.plotting import Theme, new_figure
+from vitray.pages.plotting import Theme, new_figure
 
 PROSE = (
     "Linear CKA between the tokens before the first level (0) and after each, all tokens of an image as one vector (the"

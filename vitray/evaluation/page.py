@@ -1,0 +1,225 @@
+"""The page of an evaluation: scores with intervals, differences, calibration, classes, confusion and mistakes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vitray.evaluation.charts import (
+    class_chart,
+    confused_pairs,
+    confusion_charts,
+    difference_chart,
+    reliability_chart,
+)
+from vitray.evaluation.galleries import Thumbnail, differing, gallery, mistakes
+from vitray.evaluation.results import Evaluation, PairResult, Result, Scored
+from vitray.evaluation.robustness import errors_of
+from vitray.evaluation.texts import TITLES, ScoreText, fixed_titles, score_rows, score_text
+from vitray.metrics.intervals import Interval, wilson
+from vitray.metrics.probes import PROBES
+from vitray.pages.rendering import Column, PageSection, Table, render_page
+
+MOST_LEFT_OUT = 100
+# The most pairs of networks whose images are shown.
+MOST_PAIRS = 3
+# The scores beside the top-1 of a single network, before those of probes.
+BESIDE = ("top5", "labels_top1", "mean_per_class", "nll", "ece")
+Heads = Sequence[tuple[Result, Scored]]
+
+
+def render(evaluation: Evaluation) -> str:
+    """Return the page."""
+    images, results = evaluation.images, evaluation.results
+    names, outputs = [result.name for result in results], results[0].outputs
+    heads = [(result, result.scored) for result in results if result.scored is not None]
+    counted = f"{len(outputs.labels):,} images of {len(images.classes):,} classes, each counted once"
+    values = {
+        "title": f"{', '.join(names)} on {images.name}",
+        "eyebrow": f"Evaluation on {images.name}, {images.split}",
+        "heading": " against ".join(names) if len(names) < 3 else f"{len(names)} networks",
+        "lede": f"{counted}; {len(outputs.left_out):,} left out." if outputs.left_out else f"{counted}.",
+        "best": _best(evaluation),
+        "beside": _beside(evaluation),
+        "verdict": _verdict(evaluation.pairs[0]) if len(evaluation.pairs) == 1 else None,
+    }
+    sections = [
+        PageSection("scores", "Scores", _scores(results)),
+        PageSection("differences", "Differences", _differences(evaluation)),
+        PageSection("corruptions", "Corruptions", _corruptions(results)),
+        PageSection("calibration", "Calibration", [reliability_chart(*head).picture() for head in heads]),
+        PageSection("classes", "Classes", _classes(heads)),
+        PageSection("confusion", "Confusion", _confusion(heads)),
+        PageSection("mistakes", "Most confident mistakes", _mistakes(evaluation, heads)),
+        PageSection("left-out", "Images left out", _left_out(outputs.left_out)),
+        PageSection("origin", "How to reproduce", _origin(evaluation)),
+    ]
+    return render_page("evaluate.html", values, sections)
+
+
+def _best(evaluation: Evaluation) -> Mapping[str, str] | None:
+    """Return the highest top-1 as text; None where no network predicts the classes."""
+    results = evaluation.results
+    scored = [(result.name, top1) for result in results if (top1 := _top1(result))]
+    if not scored:
+        return None
+    name, top1 = max(scored, key=lambda pair: pair[1].estimate)
+    title = "top-1" if any(result.scored for result in results) else TITLES["labels_top1"]
+    return {
+        "top1": f"{100 * top1.estimate:.2f} %",
+        "title": title if len(results) == 1 else f"highest {title}",
+        "name": "" if len(results) == 1 else name,
+        "interval": f"{100 * top1.low:.2f} to {100 * top1.high:.2f}",
+    }
+
+
+def _top1(result: Result) -> Interval | None:
+    """Return the top-1 of a network: by the labels of the images, or else by the label set."""
+    if result.scored is not None:
+        return result.scored.intervals["top1"]
+    scored = result.by_labels
+    return None if scored is None else wilson(scored.hits1, scored.images)
+
+
+def _beside(evaluation: Evaluation) -> Mapping[str, ScoreText | None]:
+    """Return other scores of a single network, or the top-1 of several."""
+    results = evaluation.results
+    if len(results) == 1:
+        beside = {*BESIDE, *(probe.headline for probe in PROBES.values() if probe.in_percent)}
+        texts = {title: score_text(results[0], name) for name, title in fixed_titles().items() if name in beside}
+        return {title: text for title, text in texts.items() if text}
+    return {each.name: score_text(each, "top1") or score_text(each, "labels_top1") for each in results}
+
+
+def _verdict(pair: PairResult) -> str:
+    return f"{pair.first} against {pair.second}: {pair.comparison.sentence()}"
+
+
+def _scores(results: Sequence[Result]) -> Mapping[str, Any]:
+    columns = [Column("score"), *(Column(result.name, True) for result in results)]
+    texts = score_rows(results)
+    has_draws = any(text and text.spread.startswith("±") for line in texts.values() for text in line)
+    rows = [[title, *line] for title, line in texts.items()]
+    return {"has_draws": has_draws, "table": Table("Scores", columns, rows)}
+
+
+# ---- differences -----------------------------------------------------------------------------------------------------
+
+
+def _differences(evaluation: Evaluation) -> Mapping[str, Any] | None:
+    pairs, results = evaluation.pairs, {result.name: result for result in evaluation.results}
+    if not pairs:
+        return None
+    correction = f", not corrected for {len(pairs)} comparisons" if len(pairs) > 1 else ""
+    title = TITLES[pairs[0].score]
+    prose = f"The first network's {title} minus the second's, paired by image. Each interval is at 95 %{correction}."
+    columns = [Column("first"), Column("second"), Column("difference, points", True), Column("95 % interval", True)]
+    columns += [Column("only first right", True), Column("only second right", True), Column("McNemar p", True)]
+    compared = [
+        (results[right], results[wrong])
+        for pair in (pairs[:MOST_PAIRS] if evaluation.agreement is not None else ())
+        for right, wrong in ((pair.first, pair.second), (pair.second, pair.first))
+    ]
+    return {
+        "prose": prose,
+        "chart": difference_chart(pairs).picture(),
+        "table": Table("Differences", columns, [_pair_row(pair) for pair in pairs]),
+        "verdicts": [_verdict(pair) for pair in pairs],
+        **_agreement(evaluation),
+        "galleries": [
+            (right.name, wrong.name, gallery(evaluation.images, examples))
+            for right, wrong in compared
+            if (examples := differing(right, wrong))
+        ],
+    }
+
+
+def _pair_row(pair: PairResult) -> list[str]:
+    difference, test = pair.comparison.difference, pair.comparison.mcnemar
+    interval = f"{100 * difference.low:+.2f} to {100 * difference.high:+.2f}"
+    counts = [f"{test.only_a:,}", f"{test.only_b:,}", f"{test.p_value:.2g}"]
+    return [pair.first, pair.second, f"{100 * difference.difference:+.2f}", interval, *counts]
+
+
+def _agreement(evaluation: Evaluation) -> Mapping[str, Any]:
+    """Return the share of equal predictions of two networks, or a table of those of several."""
+    shares, names = evaluation.agreement, [result.name for result in evaluation.results if result.scored is not None]
+    if shares is None or len(names) == 2:
+        return {"agreement": None if shares is None else f"{shares[0, 1]:.1%}", "agreements": None}
+    rows = [[name, *(f"{share:.1%}" for share in row)] for name, row in zip(names, shares, strict=True)]
+    columns = [Column("same prediction"), *(Column(name, True) for name in names)]
+    return {"agreement": None, "agreements": Table("Agreement", columns, rows)}
+
+
+# ---- corrupted images ------------------------------------------------------------------------------------------------
+
+
+def _corruptions(results: Sequence[Result]) -> Mapping[str, Any] | None:
+    tables = [(result.name, errors_of(result.more)) for result in results]
+    severities = sorted({severity for _, errors in tables for row in errors.values() for severity in row})
+    if not severities:
+        return None
+    columns = [Column("network"), Column("corruption"), *(Column(f"severity {at}", True) for at in severities)]
+    rows = [
+        [name, kind.replace("_", " "), *(f"{row[severity]:.1%}" for severity in severities)]
+        for name, errors in tables
+        for kind, row in errors.items()
+    ]
+    images = next(each.more["corruption_images"] for each in results if "corruption_images" in each.more)
+    return {"images": f"{images:,}", "table": Table("Corruptions", columns, rows)}
+
+
+# ---- each network ----------------------------------------------------------------------------------------------------
+
+
+def _classes(heads: Heads) -> Mapping[str, Any] | None:
+    if not heads:
+        return None
+    columns = [Column("network"), Column("class"), *(Column(head, True) for head in ("images", "recall", "precision"))]
+    rows = []
+    for result, scored in heads:
+        for each in sorted(scored.classification.classes, key=lambda each: (each.recall is None, each.recall or 0)):
+            shares = ["–" if share is None else f"{share:.1%}" for share in (each.recall, each.precision)]
+            rows.append([result.name, result.classes[each.label], f"{each.images:,}", *shares])
+    charts = [class_chart(result, scored).picture() for result, scored in heads]
+    return {"charts": charts, "count": f"{len(rows):,}", "table": Table("Classes", columns, rows)}
+
+
+def _confusion(heads: Heads) -> Mapping[str, Any] | None:
+    if not heads:
+        return None
+    charts = [chart.picture() for result, scored in heads for chart in confusion_charts(result, scored)]
+    columns = [Column("network"), Column("class"), Column("predicted as"), Column("images", True)]
+    rows = [
+        [result.name, result.classes[label], result.classes[predicted], f"{count:,}"]
+        for result, scored in heads
+        for label, predicted, count in confused_pairs(scored)
+    ]
+    return {"charts": charts, "table": Table("Confusions", columns, rows)}
+
+
+def _mistakes(evaluation: Evaluation, heads: Heads) -> list[tuple[str, list[Thumbnail]]]:
+    """Return the pictures of each network that has mistakes, with its name where there are several."""
+    return [
+        (result.name if len(heads) > 1 else "", gallery(evaluation.images, examples))
+        for result, scored in heads
+        if (examples := mistakes(result, scored))
+    ]
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+def _left_out(names: Sequence[str]) -> str:
+    more = [f"and {len(names) - MOST_LEFT_OUT:,} more"] if len(names) > MOST_LEFT_OUT else []
+    return "\n".join([*names[:MOST_LEFT_OUT], *more])
+
+
+def _origin(evaluation: Evaluation) -> Mapping[str, Any]:
+    images = evaluation.images
+    facts = {"images": f"{images.url}, {images.split}", "identity of the images": images.identity}
+    for result in evaluation.results:
+        spec = result.spec
+        size = " x ".join(map(str, spec.size))
+        facts[result.name] = (
+            f"{spec.url}: {spec.network} at {size}, {spec.crop}, {spec.precision}; weights {spec.identity}"
+        )
+    return {"command": evaluation.command, "facts": facts}

@@ -1,1 +1,0 @@
-"""`vitray evaluate`: networks scored on a set of images and compared, as a page, JSON and CSV."""

@@ -1,0 +1,1 @@
+"""Scores, intervals, tests and probes: arrays in, values out."""

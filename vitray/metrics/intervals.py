@@ -1,0 +1,187 @@
+"""Uncertainty of scores: Wilson intervals, the bootstrap, and paired comparisons of two models.
+
+Shapes: N images, D draws, M models.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitray.errors import ConfigError
+from vitray.metrics.arrays import check_matrix
+
+DRAWS = 10_000
+CHUNK_VALUES = 2**22
+FEW_VALUES = 64
+
+
+class Interval(NamedTuple):
+    """An estimate and its two-sided interval."""
+
+    estimate: float
+    low: float
+    high: float
+    level: float
+
+
+class Difference(NamedTuple):
+    """The mean of a less the mean of b over the same images, and its paired bootstrap interval."""
+
+    difference: float
+    low: float
+    high: float
+    level: float
+    images: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval lies on one side of zero."""
+        return self.low > 0 or self.high < 0
+
+
+class McNemar(NamedTuple):
+    """McNemar's exact two-sided test that an image which only one model has right is equally likely to be either's."""
+
+    only_a: int
+    only_b: int
+    p_value: float
+
+
+class Comparison(NamedTuple):
+    """Two models on the same images."""
+
+    difference: Difference
+    mcnemar: McNemar
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval excludes zero and McNemar's test rejects equality; of few images the first misleads."""
+        return self.difference.excludes_zero and self.mcnemar.p_value < 1 - self.difference.level
+
+    def sentence(self) -> str:
+        """Return the verdict in plain words."""
+        difference, test = self.difference, self.mcnemar
+        verdict = "is significant" if self.significant else "is not significant"
+        return (
+            f"The difference of {100 * difference.difference:+.2f} points on {difference.images:,} images {verdict} "
+            f"({100 * difference.level:g} % interval {100 * difference.low:+.2f} to {100 * difference.high:+.2f}; "
+            f"McNemar's exact test: {test.only_a:,} images right only for the first, {test.only_b:,} only for the "
+            f"second, p = {test.p_value:.2g})."
+        )
+
+
+def proportion_values(name: str, hits: int, images: int) -> dict[str, float]:
+    """Return a proportion under a name, and the bounds of its Wilson interval under `_low` and `_high`."""
+    interval = wilson(hits, images)
+    return {name: hits / images, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def wilson(hits: float, n: int, level: float = 0.95) -> Interval:
+    """Return Wilson's score interval of a proportion; hits may be a mean over repetitions."""
+    from scipy.special import ndtri  # loads slowly
+
+    _check_level(level)
+    if not (n >= 1 and 0 <= hits <= n):
+        raise ConfigError(f"interval: {hits} hits of {n} images; expected at least 1 image and 0 to {n} hits")
+    z, share = float(ndtri((1 + level) / 2)), hits / n
+    center = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * np.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    # The bounds of no hits and of only hits are exact; rounding would leave 1e-17.
+    return Interval(share, float(center - half) if hits else 0.0, float(center + half) if hits < n else 1.0, level)
+
+
+def bootstrap(
+    values: Any,
+    statistic: Callable[[np.ndarray], np.ndarray] | None = None,
+    draws: int = DRAWS,
+    seed: int = 0,
+    level: float = 0.95,
+) -> Interval:
+    """Return the percentile interval of a statistic of N values, or of N rows of values.
+
+    `statistic` takes D draws (D x N, or D x N x columns) and returns D numbers. Without it, the statistic is the mean.
+    Draws are made in chunks, so the memory is bounded.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    _check_level(level)
+    if array.ndim not in (1, 2) or not len(array) or draws < 1:
+        raise ConfigError(
+            f"bootstrap: {draws} draws of values of shape {array.shape}; expected at least one draw of N values"
+        )
+    if not np.isfinite(array).all():
+        raise ConfigError("bootstrap: a value is not finite; expected finite numbers")
+    rng, images = np.random.default_rng(seed), len(array)
+    if statistic is None:
+        array = array.reshape(images, -1).mean(1)
+        distinct, counts = np.unique(array, return_counts=True)
+        estimate = float(distinct @ counts) / images
+        if len(distinct) <= FEW_VALUES:  # a draw is a multinomial count of each value
+            drawn_D = rng.multinomial(images, counts / images, draws) @ distinct / images
+            return _percentiles(estimate, drawn_D, level)
+    else:
+        estimate = float(statistic(array[None])[0])
+    size = max(1, CHUNK_VALUES // array.size)
+    drawn_D = np.empty(draws)
+    for start in range(0, draws, size):
+        stop = min(start + size, draws)
+        sample = array.take(rng.integers(0, images, (stop - start, images), dtype=np.uint32), axis=0)
+        drawn_D[start:stop] = sample.mean(1) if statistic is None else statistic(sample)
+    return _percentiles(estimate, drawn_D, level)
+
+
+def reflected(interval: Interval) -> Interval:
+    """Return the basic bootstrap's interval of a score from 0, from its percentile interval; the estimate is inside.
+
+    The draws of a calibration error exceed the error by about as much as it exceeds the true one.
+    """
+    estimate, low, high, level = interval
+    return Interval(estimate, max(0.0, min(estimate, 2 * estimate - high)), max(estimate, 2 * estimate - low), level)
+
+
+def paired_difference(hits_a: Any, hits_b: Any, draws: int = DRAWS, seed: int = 0, level: float = 0.95) -> Difference:
+    """Return the mean difference a - b of two models on the same images; any value of an image serves as hit."""
+    a_N, b_N = _pair(hits_a, hits_b)
+    interval = bootstrap(a_N - b_N, None, draws, seed, level)
+    return Difference(*interval, len(a_N))
+
+
+def mcnemar(hits_a: Any, hits_b: Any) -> McNemar:
+    """Return McNemar's exact two-sided test of two models on the same images."""
+    from scipy.special import bdtr  # loads slowly
+
+    a_N, b_N = _pair(hits_a, hits_b)
+    for name, hits_N in (("hits_a", a_N), ("hits_b", b_N)):
+        if not np.isin(hits_N, (0, 1)).all():
+            raise ConfigError(f"{name}: a value is neither 0 nor 1; expected hits")
+    only_a, only_b = int((a_N > b_N).sum()), int((b_N > a_N).sum())
+    tail = float(bdtr(min(only_a, only_b), only_a + only_b, 0.5)) if only_a + only_b else 1.0
+    return McNemar(only_a, only_b, min(1.0, 2 * tail))
+
+
+def compare_hits(hits_a: Any, hits_b: Any, draws: int = DRAWS, seed: int = 0, level: float = 0.95) -> Comparison:
+    """Return the difference of two models on the same images and McNemar's test."""
+    return Comparison(paired_difference(hits_a, hits_b, draws, seed, level), mcnemar(hits_a, hits_b))
+
+
+def agreement(predictions_MN: Any) -> np.ndarray:
+    """Return the M x M shares of images on which two models predict the same class."""
+    predictions_MN = check_matrix("predictions", predictions_MN, "images")
+    return np.stack([(predictions_MN == row_N).mean(1) for row_N in predictions_MN])
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise ConfigError(f"level: got {level}; expected a number between 0 and 1, such as 0.95")
+
+
+def _pair(hits_a: Any, hits_b: Any) -> tuple[np.ndarray, np.ndarray]:
+    a_N, b_N = np.asarray(hits_a, dtype=np.float64), np.asarray(hits_b, dtype=np.float64)
+    if a_N.ndim != 1 or a_N.shape != b_N.shape or not len(a_N):
+        raise ConfigError(f"hits: the shapes are {a_N.shape} and {b_N.shape}; expected the same N images twice, N > 0")
+    return a_N, b_N
+
+
+def _percentiles(estimate: float, drawn_D: np.ndarray, level: float) -> Interval:
+    low, high = np.quantile(drawn_D, [(1 - level) / 2, (1 + level) / 2]).tolist()
+    return Interval(estimate, low, high, level)

@@ -1,0 +1,94 @@
+"""Weighted nearest neighbors of frozen features, as in DINOv2's evaluation.
+
+Similarity is the cosine. The weights of an image are the softmax of its largest similarities divided by a temperature;
+k neighbors vote with the first k weights. Of equal similarities the lower training row comes first, of equal votes the
+lower class.
+
+Memory is bounded for any number of images: blocks of test images meet blocks of training images, of which the nearest
+so far are kept. Features may lie in a file.
+
+Shapes: B test images of a block, N training images of one, F features, K classes, T the largest k.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vitray.errors import ConfigError
+from vitray.metrics.arrays import Labeled, ProbeInputs, ProbeScore, check_probe, score_predictions, unit_rows
+from vitray.metrics.intervals import proportion_values
+
+NEIGHBORS = (10, 20)
+TEMPERATURE = 0.07
+BLOCK = 4096
+"""Images of a block, of training and of test images."""
+
+
+def knn_scores(inputs: ProbeInputs) -> dict[str, float]:
+    """Return the scores of the probe `knn` by name."""
+    images = len(inputs.learned.labels)
+    neighbors = [count for count in NEIGHBORS if count <= images] or [images]
+    values: dict[str, float] = {}
+    for count, score in probe_knn(inputs.learned, inputs.scored, inputs.num_classes, neighbors).items():
+        values |= proportion_values(f"knn{count}", score.hits, score.images)
+    return values
+
+
+def probe_knn(
+    train: Labeled,
+    test: Labeled,
+    num_classes: int,
+    neighbors: Sequence[int] = NEIGHBORS,
+    temperature: float = TEMPERATURE,
+) -> dict[int, ProbeScore]:
+    """Return {k: score}."""
+    train, test = check_probe(train, test, num_classes)
+    most = max(neighbors, default=0)
+    if not neighbors or min(neighbors) < 1 or most > len(train.labels):
+        raise ConfigError(f"knn: got k {list(neighbors)}; expected 1 to {len(train.labels)}, the training images")
+    if not temperature > 0:
+        raise ConfigError(f"knn: got temperature {temperature}; expected a positive number")
+    predictions_kN = {k: np.empty(len(test.labels), np.int64) for k in neighbors}
+    for start in range(0, len(test.labels), BLOCK):
+        rows_BT, similar_BT = _neighbors(train.features, test.features[start : start + BLOCK], most)
+        logits_BT = similar_BT.astype(np.float64) / temperature
+        weights_BT = np.exp(logits_BT - logits_BT[:, :1])
+        weights_BT /= weights_BT.sum(1, keepdims=True)
+        labels_BT = train.labels[rows_BT]
+        for k, predictions_N in predictions_kN.items():
+            predictions_N[start : start + BLOCK] = _vote(labels_BT[:, :k], weights_BT[:, :k], num_classes)
+    return {k: score_predictions(predictions_N, test.labels) for k, predictions_N in predictions_kN.items()}
+
+
+def _neighbors(train_NF: np.ndarray, test_BF: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of the nearest training images of each test image, in order, and their similarities."""
+    test_BF = unit_rows(test_BF)
+    rows_BT, similar_BT = np.empty((len(test_BF), 0), np.int64), np.empty((len(test_BF), 0), np.float32)
+    for start in range(0, len(train_NF), BLOCK):
+        similar_BN = test_BF @ unit_rows(train_NF[start : start + BLOCK]).T
+        first_BT = nearest_rows(similar_BN, min(count, similar_BN.shape[1]))
+        # Of equal similarities those of earlier blocks stand first, so the lower row stays ahead.
+        similar_BM = np.concatenate([similar_BT, np.take_along_axis(similar_BN, first_BT, 1)], axis=1)
+        rows_BM = np.concatenate([rows_BT, first_BT + start], axis=1)
+        kept_BT = nearest_rows(similar_BM, min(count, similar_BM.shape[1]))
+        rows_BT, similar_BT = (np.take_along_axis(values_BM, kept_BT, 1) for values_BM in (rows_BM, similar_BM))
+    return rows_BT, similar_BT
+
+
+def nearest_rows(similar_BN: np.ndarray, count: int) -> np.ndarray:
+    """Return the columns of the largest values of each row, in order; equal values by column."""
+    least_B1 = np.partition(similar_BN, -count, axis=1)[:, -count, None]
+    first_BT = np.empty((len(similar_BN), count), np.int64)
+    # More columns than `count` may equal the least value: the columns above it come first, then the lowest others.
+    above_BN, equal_BN = similar_BN > least_B1, similar_BN == least_B1
+    chosen_BN = above_BN | (equal_BN & (equal_BN.cumsum(1) <= count - above_BN.sum(1, keepdims=True)))
+    first_BT[:] = np.nonzero(chosen_BN)[1].reshape(first_BT.shape)
+    order_BT = np.argsort(-np.take_along_axis(similar_BN, first_BT, 1), axis=1, kind="stable")
+    return np.take_along_axis(first_BT, order_BT, 1)
+
+
+def _vote(labels_BT: np.ndarray, weights_BT: np.ndarray, num_classes: int) -> np.ndarray:
+    """Return the class with the largest sum of weights."""
+    cells_BT = labels_BT + num_classes * np.arange(len(labels_BT))[:, None]
+    votes = np.bincount(cells_BT.ravel(), weights_BT.ravel(), len(labels_BT) * num_classes)
+    return votes.reshape(-1, num_classes).argmax(1)

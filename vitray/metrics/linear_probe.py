@@ -1,0 +1,286 @@
+"""Linear probe of frozen features: logistic regression, by L-BFGS over a grid of L2, or by SGD over chunks.
+
+The loss is the mean cross-entropy plus l2 / 2 times the sum of the squared weights; the bias is not regularized.
+scikit-learn's C is 1 / (l2 N). Features are standardized by the training images. SGD holds one chunk of them in
+float64, L-BFGS all.
+
+Shapes: N images, F features, K classes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitray.errors import ConfigError
+from vitray.metrics.arrays import (
+    Labeled,
+    ProbeInputs,
+    ProbeScore,
+    check_features,
+    check_probe,
+    draw_part,
+    predict,
+    score_predictions,
+)
+from vitray.metrics.intervals import proportion_values
+
+L2_GRID = tuple(10.0**power for power in range(-6, 2))
+DEVELOPMENT = 0.1
+EPSILON = 1e-5
+MAX_ITERATIONS = 1000
+COARSE, FINE = 1e-5, 1e-8
+"""The largest gradient, by the scaled weights, at which a fit ends: of the grid, and of the head that is scored."""
+MOST_BYTES = 2 * 2**30
+"""The largest matrix of a fit by L-BFGS, which holds about six of this size at a time."""
+RATES = (0.03, 0.1, 0.3)
+"""The learning rates of SGD, of which a tenth of the training images chooses one; fewer epochs favor high ones."""
+SGD_CHUNK = 2**15
+"""Images that SGD reads at a time."""
+
+
+class LinearHead(NamedTuple):
+    """A linear classifier of standardized features."""
+
+    weights: np.ndarray
+    """F x K."""
+    bias: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray
+
+    def logits(self, features_NF: np.ndarray) -> np.ndarray:
+        """Return N x K logits."""
+        return (features_NF - self.mean) / self.std @ self.weights + self.bias
+
+
+class GridPoint(NamedTuple):
+    """One L2 and its hits on the development part."""
+
+    l2: float
+    hits: int
+    converged: bool
+
+
+class LinearProbe(NamedTuple):
+    """The score of the head that is fitted on all training images with the best L2."""
+
+    score: ProbeScore
+    l2: float
+    converged: bool
+    development: int
+    """The number of training images that chose the L2."""
+    grid: Sequence[GridPoint]
+    head: LinearHead
+
+
+class SgdOptions(NamedTuple):
+    """Settings of SGD: momentum, a cosine from `lr` to zero, and batches within chunks in random order."""
+
+    epochs: int = 10
+    batch: int = 256
+    lr: float = 0.1
+    momentum: float = 0.9
+    l2: float = 0.0
+    seed: int = 0
+
+
+class SgdProbe(NamedTuple):
+    """The score of the head that SGD fits on all training images with the best learning rate."""
+
+    score: ProbeScore
+    lr: float
+    epochs: int
+    hits: dict[float, int]
+    """{learning rate: hits on the development part}."""
+    head: LinearHead
+
+
+def linear_scores(inputs: ProbeInputs) -> dict[str, Any]:
+    """Return the score of the probe `linear`, and how it was fitted: by SGD where L-BFGS needs too much memory."""
+    train, scored, num_classes = inputs.learned, inputs.scored, inputs.num_classes
+    how: dict[str, Any]
+    if is_too_large(len(train.labels), train.features.shape[1], num_classes):
+        by_sgd = probe_linear_sgd(train, scored, num_classes, inputs.keys)
+        score, how = by_sgd.score, {"linear_fit": "sgd", "linear_lr": by_sgd.lr, "linear_epochs": by_sgd.epochs}
+    else:
+        fitted = probe_linear(train, scored, num_classes, keys=inputs.keys)
+        score, how = (
+            fitted.score,
+            {"linear_fit": "l-bfgs", "linear_l2": fitted.l2, "linear_converged": fitted.converged},
+        )
+    return proportion_values("linear", score.hits, score.images) | how
+
+
+def is_too_large(images: int, num_features: int, num_classes: int) -> bool:
+    """Whether the matrices of a fit by L-BFGS are too large for memory."""
+    return images * max(num_features, num_classes) * 8 > MOST_BYTES
+
+
+def probe_linear(
+    train: Labeled,
+    test: Labeled,
+    num_classes: int,
+    l2_grid: Sequence[float] = L2_GRID,
+    keys: Sequence[str] | None = None,
+    seed: int = 0,
+) -> LinearProbe:
+    """Return the score of a head fitted on all training images, with the L2 that has the most hits on a held-out tenth.
+
+    A hash of the keys chooses the tenth, or a permutation of the rows if there are none. Of equal hits, the larger L2
+    is better.
+    """
+    train, test = check_probe(train, test, num_classes)
+    images = len(train.labels)
+    if images < 2:
+        raise ConfigError("linear probe: 1 training image; expected at least 2, one to choose the L2 and one to fit")
+    if not l2_grid or min(l2_grid) <= 0:
+        raise ConfigError(f"linear probe: got L2 {list(l2_grid)}; expected positive numbers")
+    development_N = draw_part(images, max(1, round(DEVELOPMENT * images)), seed, keys)
+    part = Labeled(train.features[~development_N], train.labels[~development_N])
+    grid, head = [], None
+    for l2 in sorted(l2_grid, reverse=True):  # each fit starts from a stronger regularization
+        head, converged = fit_head(part, num_classes, l2, head, COARSE)
+        predictions_M = head.logits(train.features[development_N]).argmax(1)
+        grid.append(GridPoint(l2, int((predictions_M == train.labels[development_N]).sum()), converged))
+    best = max(grid, key=lambda point: (point.hits, point.l2))
+    head, converged = fit_head(train, num_classes, best.l2)
+    return LinearProbe(
+        score=score_head(head, test),
+        l2=best.l2,
+        converged=converged,
+        development=int(development_N.sum()),
+        grid=grid,
+        head=head,
+    )
+
+
+def probe_linear_sgd(
+    train: Labeled, test: Labeled, num_classes: int, keys: Sequence[str] | None = None, seed: int = 0
+) -> SgdProbe:
+    """Return the score of the learning rate with the most hits on a tenth of the training images.
+
+    The head is then fitted on all of them. Of equal hits, the smaller rate is better.
+    """
+    train, test = check_probe(train, test, num_classes)
+    images = len(train.labels)
+    if images < 2:
+        raise ConfigError("linear probe: 1 training image; expected at least 2, one to choose the lr and one to fit")
+    development_N = draw_part(images, max(1, round(DEVELOPMENT * images)), seed, keys)
+    development, part = chunks_of(train, development_N, seed), chunks_of(train, ~development_N, seed)
+    hits = {}
+    for lr in RATES:
+        head = fit_head_sgd(part, num_classes, SgdOptions(lr=lr, seed=seed))
+        hits[lr] = sum(score_head(head, chunk).hits for chunk in development())
+    options = SgdOptions(lr=max(RATES, key=lambda lr: (hits[lr], -lr)), seed=seed)
+    head = fit_head_sgd(chunks_of(train, np.ones(images, dtype=bool), seed), num_classes, options)
+    return SgdProbe(score_head(head, test), options.lr, options.epochs, hits, head)
+
+
+def chunks_of(data: Labeled, mask_N: np.ndarray, seed: int) -> Callable[[], Iterator[Labeled]]:
+    """Return a function that yields the flagged images in chunks; a permutation deals the images to the chunks."""
+    order_N = np.random.default_rng(seed).permutation(np.flatnonzero(mask_N))
+
+    def chunks() -> Iterator[Labeled]:
+        for first in range(0, len(order_N), SGD_CHUNK):
+            rows_M = np.sort(order_N[first : first + SGD_CHUNK])  # a file is read from its start to its end
+            yield Labeled(data.features[rows_M], data.labels[rows_M])
+
+    return chunks
+
+
+def score_head(head: LinearHead, test: Labeled) -> ProbeScore:
+    """Return the score of a head on the images of a split."""
+    return score_predictions(predict(head.logits, test.features), test.labels)
+
+
+def fit_head(
+    train: Labeled, num_classes: int, l2: float, start: LinearHead | None = None, tolerance: float = FINE
+) -> tuple[LinearHead, bool]:
+    """Return the head with the lowest loss, and whether L-BFGS converged."""
+    from scipy.optimize import minimize  # loads slowly
+
+    features_NF = train.features.astype(np.float64)
+    mean_F, std_F = features_NF.mean(0), features_NF.std(0) + EPSILON
+    x_NF, num_features = (features_NF - mean_F) / std_F, features_NF.shape[1]
+    # Weights are fitted along the principal axes, each scaled so that the loss curves alike at zero: on correlated
+    # features, L-BFGS then converges in a tenth of the steps.
+    variances_F, axes_FF = np.linalg.eigh(x_NF.T @ x_NF / len(x_NF))
+    scales_F = np.sqrt(np.maximum(variances_F, 0) / num_classes + l2)
+    to_weights_FF = axes_FF / scales_F
+    x_NF = x_NF @ to_weights_FF
+
+    def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        scaled_FK, bias_K = flat[:-num_classes].reshape(num_features, num_classes), flat[-num_classes:]
+        weights_FK = to_weights_FF @ scaled_FK
+        value, slope_NK = _cross_entropy(x_NF @ scaled_FK + bias_K, train.labels)
+        slope_FK = x_NF.T @ slope_NK + l2 * (to_weights_FF.T @ weights_FK)
+        return value + l2 / 2 * float((weights_FK**2).sum()), np.r_[slope_FK.ravel(), slope_NK.sum(0)]
+
+    flat = np.zeros((num_features + 1) * num_classes)
+    if start is not None:
+        flat = np.r_[(scales_F[:, None] * (axes_FF.T @ start.weights)).ravel(), start.bias]
+    options = {"maxiter": MAX_ITERATIONS, "maxfun": 2 * MAX_ITERATIONS, "ftol": 1e-6 * tolerance, "gtol": tolerance}
+    done = minimize(loss, flat, jac=True, method="L-BFGS-B", options=options)
+    weights_FK = to_weights_FF @ done.x[:-num_classes].reshape(num_features, num_classes)
+    return LinearHead(weights_FK, done.x[-num_classes:], mean_F, std_F), bool(done.success)
+
+
+def fit_head_sgd(
+    chunks: Callable[[], Iterable[Labeled]], num_classes: int, options: SgdOptions | None = None
+) -> LinearHead:
+    """Return the head after SGD over chunks of the features.
+
+    Each call of `chunks` begins the same chunks anew: once for mean and deviation, then once an epoch.
+    """
+    options = options or SgdOptions()
+    if min(options.epochs, options.batch) < 1 or not options.lr > 0:
+        raise ConfigError(f"linear probe: got {options}; expected epochs and batch of at least 1 and a positive lr")
+    mean_F, std_F, steps = _moments(chunks, num_classes, options.batch)
+    steps *= options.epochs
+    weights_GK = np.zeros((len(mean_F) + 1, num_classes))  # the last row is the bias
+    velocity_GK, step = np.zeros_like(weights_GK), 0
+    for epoch in range(options.epochs):
+        for index, chunk in enumerate(chunks()):
+            x_NF = (chunk.features.astype(np.float64) - mean_F) / std_F
+            order_N = np.random.default_rng((options.seed, epoch, index)).permutation(len(x_NF))
+            for first in range(0, len(order_N), options.batch):
+                rows_B = order_N[first : first + options.batch]
+                x_BG = np.pad(x_NF[rows_B], ((0, 0), (0, 1)), constant_values=1.0)
+                _, slope_BK = _cross_entropy(x_BG @ weights_GK, chunk.labels[rows_B])
+                slope_GK = x_BG.T @ slope_BK
+                slope_GK[:-1] += options.l2 * weights_GK[:-1]
+                velocity_GK = options.momentum * velocity_GK + slope_GK
+                weights_GK -= options.lr * (1 + np.cos(np.pi * step / steps)) / 2 * velocity_GK
+                step += 1
+    return LinearHead(weights_GK[:-1], weights_GK[-1], mean_F, std_F)
+
+
+def _moments(
+    chunks: Callable[[], Iterable[Labeled]], num_classes: int, batch: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return mean and deviation of the features of all chunks, and the number of batches."""
+    count, steps, mean_F, squares_F = 0, 0, np.zeros(0), np.zeros(0)
+    for chunk in chunks():
+        features_NF = check_features("train", chunk, num_classes).features.astype(np.float64)
+        size, own_F = len(features_NF), features_NF.mean(0)
+        if not count:
+            mean_F, squares_F = np.zeros_like(own_F), np.zeros_like(own_F)
+        elif len(own_F) != len(mean_F):
+            raise ConfigError(f"train features: a chunk has {len(own_F)} columns; expected {len(mean_F)}, as before")
+        delta_F = own_F - mean_F
+        squares_F += ((features_NF - own_F) ** 2).sum(0) + delta_F**2 * count * size / (count + size)
+        mean_F += delta_F * size / (count + size)
+        count, steps = count + size, steps + -(-size // batch)
+    if not count:
+        raise ConfigError("train features: no chunk; expected at least one")
+    return mean_F, np.sqrt(squares_F / count) + EPSILON, steps
+
+
+def _cross_entropy(logits_NK: np.ndarray, labels_N: np.ndarray) -> tuple[float, np.ndarray]:
+    """Return the mean cross-entropy and its gradient by the logits."""
+    images, rows_N = len(labels_N), np.arange(len(labels_N))
+    log_NK = logits_NK - logits_NK.max(1, keepdims=True)
+    log_NK -= np.log(np.exp(log_NK).sum(1, keepdims=True))
+    slope_NK = np.exp(log_NK)
+    slope_NK[rows_N, labels_N] -= 1
+    return -float(log_NK[rows_N, labels_N].mean()), slope_NK / images

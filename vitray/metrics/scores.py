@@ -1,0 +1,226 @@
+"""Scores of a split, with every image counted exactly once on any number of workers.
+
+Shapes: B images, K classes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitray.config.augmentation import Normalize
+from vitray.config.traits import Need
+from vitray.data.augment.mixing import DeviceBatch, normalized, to_device
+from vitray.metrics.arrays import Examples
+from vitray.models.probabilities import Probability, probabilities_of
+
+MAX_MISTAKES = 16
+MAX_PICTURES = 8
+
+
+class Mistake(NamedTuple):
+    """A misclassified image; the order is by the network's confidence."""
+
+    probability: float
+    row: int
+    label: int
+    predicted: int
+
+
+class Score(NamedTuple):
+    """The scores of a network on a split."""
+
+    images: int
+    loss: float
+    """Mean cross-entropy of the labels, for any training loss; without labels, the mean of the training loss."""
+    top1: float | None = None
+    top5: float | None = None
+    confusion: np.ndarray | None = None
+    """K x K: labels in rows, predictions in columns."""
+    mistakes: Sequence[Mistake] = ()
+    """The most confident ones, on rank 0."""
+    others: Mapping[str, float] = {}
+    """Further numbers of the task, such as the perplexity of a tokenizer."""
+    pictures: np.ndarray | None = None
+    """A few images on rank 0: original, masked, reconstructed (RBCHW, normalized)."""
+    examples: Examples | None = None
+    """A few images on rank 0, the same at every evaluation."""
+    corrupt: Sequence[str] = ()
+    """Images that could not be decoded; no number counts them."""
+
+    def metrics(self, suffix: str = "") -> dict[str, float]:
+        """Return the numbers under their metric names."""
+        values = {"top1": self.top1, "top5": self.top5, "loss": self.loss, **self.others}
+        return {f"val/{name}{suffix}": value for name, value in values.items() if value is not None}
+
+
+class EvaluationSet(NamedTuple):
+    """The batches of one worker, and the number of images of all workers together."""
+
+    batches: Iterable[DeviceBatch]
+    images: int
+    normalize: Normalize
+    corrupt: Callable[[], Sequence[str]] = tuple
+    """Returns, after the batches, those of this worker's images that could not be decoded and are in no batch."""
+
+
+@torch.no_grad()
+def evaluate(
+    vit: nn.Module,
+    data: EvaluationSet,
+    num_classes: int,
+    device: torch.device,
+    autocast: AbstractContextManager[object],
+    probability: Probability = "softmax",
+) -> Score:
+    """Return the score of a classifier over the batches of all workers."""
+    sums, images = Sums.zeros(num_classes, device), 0
+    for batch, images_BCHW in _normalized_batches(vit, data):
+        with autocast:
+            logits_BK = vit(images_BCHW)
+        add_batch(sums, logits_BK, batch, probability)
+        images += len(batch.rows)
+    counted, corrupt, (loss, top1, top5) = _means(images, sums.totals, data)
+    mistakes_M4 = sums.mistakes
+    if dist.is_initialized():
+        dist.all_reduce(sums.confusion)
+        gathered = [torch.empty_like(mistakes_M4) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mistakes_M4)
+        mistakes_M4 = most_confident(torch.cat(gathered))
+    matrix = sums.confusion.view(num_classes, num_classes).cpu().numpy()
+    mistakes = [
+        Mistake(probability, int(row), int(label), int(predicted))
+        for probability, row, label, predicted in mistakes_M4.tolist()
+        if row >= 0
+    ]
+    return Score(counted, loss, top1, top5, matrix, mistakes, corrupt=corrupt)
+
+
+@torch.no_grad()
+def evaluate_loss(
+    task: Any,
+    needs: Sequence[Need],
+    data: EvaluationSet,
+    device: torch.device,
+    autocast: AbstractContextManager[object],
+    forward: Callable[..., Tensor] | None = None,
+) -> Score:
+    """Return the loss of a task without labels over the batches of all workers, with its pictures and other numbers.
+
+    `needs` is what the task takes beside the images. `forward` is the compiled task. It sees whole batches only,
+    because another batch size would be compiled anew.
+    """
+    task.read_metrics(training=False)  # resets counts
+    total, images, pictures = torch.zeros(1, dtype=torch.float64, device=device), 0, None
+    for batch, padded_BCHW in _normalized_batches(task, data):
+        real = len(batch.rows)
+        if not real:
+            continue
+        inputs = [padded_BCHW[:real], *batch.extras(needs, slice(real))]
+        network = task if forward is None or real < len(padded_BCHW) else forward
+        with autocast:
+            total += network(*inputs).double() * real
+            if pictures is None:
+                pictures = task.pictures(*(each[:MAX_PICTURES] for each in inputs))
+        images += real
+    counted, corrupt, [loss] = _means(images, total, data)
+    drawn = None if pictures is None else pictures.float().cpu().numpy()
+    return Score(counted, loss, others=task.read_metrics(training=False), pictures=drawn, corrupt=corrupt)
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """Give every worker the buffers of rank 0: unsynchronized batch norms differ between workers."""
+    if dist.is_initialized():
+        for buffer in module.buffers():
+            dist.broadcast(buffer, 0)
+
+
+def _normalized_batches(network: nn.Module, data: EvaluationSet) -> Iterator[tuple[DeviceBatch, Tensor]]:
+    """Yield each batch and its normalized images, with the network in evaluation mode."""
+    was_training = network.training
+    network.eval()
+    for batch in data.batches:
+        yield batch, normalized(batch.images, data.normalize)
+    network.train(was_training)
+
+
+def _means(images: int, totals: Tensor, data: EvaluationSet) -> tuple[int, list[str], list[float]]:
+    """Return the number of images of all workers, the names of the corrupt ones, and the means over the others."""
+    names = data.corrupt()
+    sums = torch.cat([totals.new_tensor([images, len(names)]), totals])
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    count, corrupt, *values = sums.tolist()
+    assert count + corrupt == data.images, f"{count + corrupt:.0f} images were counted, the split has {data.images}"
+    return int(count), gather_names(names) if corrupt else [], [value / count for value in values]
+
+
+def gather_names(names: Sequence[str]) -> list[str]:
+    """Return the names of all workers, sorted; all workers call this."""
+    if not dist.is_initialized():
+        return sorted(names)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, list(names))
+    return sorted(name for part in parts for name in part)
+
+
+# ---- sums on the device ----------------------------------------------------------------------------------------------
+
+
+class Sums(NamedTuple):
+    """The sums over the batches so far. They stay on the device: a copy to the host after each batch would stall it."""
+
+    totals: Tensor
+    """Loss, top-1 hits, top-5 hits."""
+    confusion: Tensor
+    """K * K counts."""
+    mistakes: Tensor
+    """M x 4, the most confident ones in order: probability, row, label, predicted class. Row -1 is none."""
+
+    @classmethod
+    def zeros(cls, num_classes: int, device: torch.device) -> "Sums":
+        """Return the sums of no image."""
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        confusion = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
+        return cls(totals, confusion, torch.full((MAX_MISTAKES, 4), -1.0, dtype=torch.float64, device=device))
+
+
+def add_batch(sums: Sums, logits_BK: Tensor, batch: DeviceBatch, probability: Probability = "softmax") -> None:
+    """Add a batch without its padding; the host does not wait for the device."""
+    real = len(batch.rows)  # the padding is at the end
+    logits_BK, labels_B = logits_BK[:real].float(), batch.labels[:real].long()
+    num_classes = logits_BK.shape[1]
+    rank_B = label_ranks(logits_BK, labels_B)
+    loss = F.cross_entropy(logits_BK, labels_B, reduction="sum")
+    sums.totals.add_(
+        torch.stack([loss.double(), (rank_B == 0).sum().double(), (rank_B < min(5, num_classes)).sum().double()])
+    )
+    probability_B, predicted_B = probabilities_of(logits_BK, probability).amax(1), logits_BK.argmax(1)
+    index_B = labels_B * num_classes + predicted_B
+    sums.confusion.scatter_add_(0, index_B, torch.ones_like(index_B))  # bincount would wait for the device
+    row_B = to_device(torch.tensor(batch.rows), labels_B.device)
+    mistakes_B4 = torch.stack([probability_B.double(), row_B.double(), labels_B.double(), predicted_B.double()], dim=1)
+    mistakes_B4 = torch.where((predicted_B != labels_B)[:, None], mistakes_B4, -1.0)
+    sums.mistakes.copy_(most_confident(torch.cat([sums.mistakes, mistakes_B4])))
+
+
+def label_ranks(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+    """Return the number of classes before each label: higher logits, and equal ones of lower classes.
+
+    `topk` leaves the order of equal logits open, and those of bfloat16 are often equal. A NaN is never a hit: it comes
+    before every other label, and a label with a NaN has rank K.
+    """
+    own_B1, classes_K = logits_BK.gather(1, labels_B[:, None]), torch.arange(logits_BK.shape[1], device=labels_B.device)
+    behind_BK = (logits_BK < own_B1) | ((logits_BK == own_B1) & (classes_K >= labels_B[:, None]))
+    return logits_BK.shape[1] - behind_BK.sum(1)
+
+
+def most_confident(mistakes_N4: Tensor) -> Tensor:
+    """Return the first mistakes by probability, equal ones by row, both descending."""
+    mistakes_N4 = mistakes_N4[mistakes_N4[:, 1].argsort(descending=True)]
+    return mistakes_N4[mistakes_N4[:, 0].argsort(descending=True, stable=True)[:MAX_MISTAKES]]

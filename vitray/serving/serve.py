@@ -1,0 +1,127 @@
+"""`vitray serve`: checks the input, starts Serve, and keeps it until Ctrl-C."""
+
+import logging
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from vitray.cluster import local_ray
+from vitray.cluster.session import (
+    autoscaling_device,
+    autoscaling_timeout,
+    local_cpus,
+    ray_session,
+    wait_for_nodes,
+)
+from vitray.config.serving import LOOPBACK, TOKEN_VARIABLE, Serving, check_address
+from vitray.errors import ConfigError, RunError, one_line
+from vitray.serving.hosted import check_tasks, is_alias
+from vitray.system.mlflow_client import tracking_uri
+from vitray.system.storage import absolute
+from vitray.weights.addresses import is_model_uri, pin_uri
+
+NAME = "vitray"
+
+
+def serve_until_stopped(serving: Serving, host: str, port: int) -> None:
+    """Serve a family at an address until Ctrl-C or SIGTERM."""
+    with running(serving, host, port) as url:
+        print(f"serving {url}/v1/predict   (Ctrl-C ends it)", file=sys.stderr, flush=True)
+        while not local_ray.is_lost():
+            time.sleep(0.5)
+        raise RunError("Ray's raylet on this machine was killed, perhaps for lack of memory; start the command again")
+
+
+@contextmanager
+def running(serving: Serving, host: str, port: int) -> Iterator[str]:
+    """Serve a family for the block, and yield its address."""
+    serving = checked(serving, host, port)
+    with ray_session(cpus=max(local_cpus(), math.ceil(serving.replicas[1] * serving.cpus))):
+        import ray
+        from ray import serve
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+        from ray.serve.schema import LoggingConfig
+
+        from vitray.serving.app import build
+
+        if serving.gpus is None:
+            gpus = int(ray.cluster_resources().get("GPU", 0))
+            serving = serving.model_copy(update={"gpus": gpus_of_a_replica(serving.replicas[1], gpus)})
+        if serve.status().proxies:
+            raise RunError(
+                "Serve runs on this cluster already, and its address and other applications would be changed; expected"
+                " a cluster without it: end the other `vitray serve`, or run `serve shutdown`"
+            )
+        if (seconds := autoscaling_timeout()) is not None:
+            wait_for_nodes([bundle_of(serving)] * serving.replicas[0], seconds)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # of this process; the configuration is for the others
+        config: Any = LoggingConfig(log_level="WARNING", enable_access_log=False)
+        try:
+            try:
+                serve.start(http_options={"host": host, "port": port}, logging_config=config)
+                serve.run(build(serving), name=NAME, route_prefix="/", logging_config=config)
+            except (RuntimeError, RayError, RayServeException) as error:
+                raise RunError(f"serve: {one_line(error)[:1000]}") from None
+            yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        finally:
+            with suppress(RayError, RayServeException, RuntimeError):  # Serve or Ray may have ended
+                serve.delete(NAME)
+                # A local Ray ends next, and with it Serve; to end it before prints an error of its controller.
+                if not local_ray.is_running() and not serve.status().applications:
+                    serve.shutdown()
+
+
+def gpus_of_a_replica(replicas: int, gpus: int) -> float:
+    """Return a whole GPU where a cluster adds nodes with GPUs or has one for each replica, otherwise an equal share.
+
+    It is 0 without GPUs.
+    """
+    if autoscaling_timeout() is not None and autoscaling_device() == "gpu":
+        return 1.0
+    return 1 / math.ceil(replicas / gpus) if gpus else 0.0
+
+
+def bundle_of(serving: Serving) -> dict[str, float]:
+    """Return the resources of a replica, without those that it does not use."""
+    return {"CPU": serving.cpus} | ({"GPU": serving.gpus} if serving.gpus else {})
+
+
+def checked(serving: Serving, host: str, port: int) -> Serving:
+    """Return the settings with addresses that hold everywhere; refuse bad input before Ray starts."""
+    check_address(host, os.environ.get(TOKEN_VARIABLE))
+    _check_port(host, port)
+    check_tasks(serving.base, serving.tasks)
+    serving = serving.model_copy(update={"base": pin_uri(serving.base)})  # fixed, also for later replicas
+    urls = [serving.base, *serving.tasks.values()]
+    return serving.model_copy(
+        update={
+            "base": _anywhere(serving.base),
+            "tasks": {name: _anywhere(url) for name, url in serving.tasks.items()},
+            "token": bool(os.environ.get(TOKEN_VARIABLE)) or host not in LOOPBACK,
+            "store": tracking_uri() if any(map(is_model_uri, urls)) else None,
+        }
+    )
+
+
+def _anywhere(url: str) -> str:
+    return url if is_alias(url) or is_model_uri(url) else absolute(url)
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind, protocol) as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(address)
+    except (socket.gaierror, UnicodeError):
+        raise ConfigError(f"--host: got {host!r}, expected an address of this machine, as in 127.0.0.1") from None
+    except OSError as error:
+        raise ConfigError(
+            f"--port: got {port} at {host}: {error.strerror}; expected a free port, as in --port 8001"
+        ) from None

@@ -1,1 +1,0 @@
-"""Sweeps on Ray Tune: `driver.sweep` runs one, `trial.TrialTrainable` is the trial that Tune runs."""

@@ -1,0 +1,1 @@
+"""Sweeps on Ray Tune: `sweep.sweep` runs one, `trial.TrialTrainable` is the trial that Tune runs."""

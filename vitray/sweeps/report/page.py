@@ -1,0 +1,210 @@
+"""The page of a sweep: groups, differences, the papers' numbers, charts, trials and their circumstances."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vitray.pages.rendering import Column, PageSection, Picture, Table, render_page
+from vitray.sweeps.report.groups import Results, pairs_of
+from vitray.sweeps.report.labels import MODEL, SEED, short_name, value_text, varied_settings
+from vitray.sweeps.report.papers import TITLE
+from vitray.sweeps.report.trials import COSTS, STATES, Cost, TrialResult, best_first, hours_text, leader
+
+VERDICTS = {
+    "better": "is better than",
+    "worse": "is worse than",
+    "no clear difference": "is not clearly different from",
+}
+
+
+def render(results: Results, pictures: Mapping[str, Sequence[Picture]], table_csv: bytes) -> str:
+    """Return the page; `pictures` has a key for each section, its anchor."""
+    sweep, trials = results.sweep, results.sweep.trials
+    counts = {state: sum(trial.state == state for trial in trials) for state in STATES}
+    spent = sum(trial.device_seconds or 0 for trial in trials)
+    values = {
+        "title": f"{sweep.name}: {sweep.goal}",
+        "eyebrow": f"Sweep of {sweep.recipe}, started {sweep.began}",
+        "heading": sweep.name,
+        "lede": sweep.plan,
+        "goal": sweep.goal,
+        "mode": sweep.mode,
+        "best": _best(results),
+        "states": {state: count for state, count in counts.items() if count},
+        "hours": hours_text(spent) if spent else None,
+        "table_csv": table_csv,
+    }
+    sections = [
+        PageSection("groups", "Results over seeds", _groups(results, pictures.get("groups", ()))),
+        PageSection("differences", "Differences", _differences(results, pictures.get("differences", ()))),
+        PageSection("papers", "Comparison with the papers", _papers(results)),
+        PageSection("depth", "Depth and branches", pictures.get("depth")),
+        PageSection("lr", "Learning rate", pictures.get("lr")),
+        PageSection("curves", "Learning curves", pictures.get("curves")),
+        PageSection("cost", "Cost", pictures.get("cost")),
+        PageSection("trials", "All trials", _trials(results)),
+        PageSection("unfinished", "Failed and stopped trials", _unfinished(results)),
+        PageSection("origin", "How to reproduce", _origin(results)),
+    ]
+    return render_page("sweep.html", values, sections)
+
+
+def _best(results: Results) -> Mapping[str, Any] | None:
+    """Return the best trial; None while none has a value of the goal."""
+    measure, best = results.measure, leader(results.sweep.trials, results.measure)
+    if best is None or best.score is None:
+        return None
+    so_far = "" if best.state == "finished" else " so far"
+    better, text = best_first(results.sweep.trials, measure)[0], None
+    if measure.rank(better.score) < measure.rank(best.score):
+        text = f"{better.name}, {better.state}, had reached {measure.text(better.score or 0)}."
+    return {
+        "score": measure.text(best.score),
+        "note": f"{'highest' if measure.mode == 'max' else 'lowest'} {measure.goal}{so_far}",
+        "trial": best,
+        "better": text,
+        "verdicts": list(_seeds_verdict(results)),
+    }
+
+
+def _seeds_verdict(results: Results) -> Iterator[str]:
+    """The best group's mean over its seeds, and its difference from the next group."""
+    measure, groups = results.measure, results.scored
+    if not groups or len(groups[0].scores) < 2:
+        return
+    first = groups[0]
+    yield f"Best on average: {first.label}, {results.score_text(first)}."
+    pair = next((pair for pair in pairs_of(results) if pair.one == first), None)
+    if pair is not None:
+        mean, low, high = (measure.signed(value) for value in pair.difference[:3])
+        verdict = VERDICTS[pair.difference.verdict(measure.mode)]
+        yield (
+            f"Over {pair.difference.n} common seeds it {verdict} {pair.other.label}: "
+            f"{mean}, with a 95 % interval from {low} to {high}."
+        )
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+def _groups(results: Results, pictures: Sequence[Picture]) -> Mapping[str, Any] | None:
+    if not results.scored or not results.is_repeated:
+        return None
+    incomplete = any(trial.state in ("stopped early", "failed") for group in results.scored for trial in group.trials)
+    prose = f"Mean {results.measure.goal} ± standard deviation (by n − 1) over the n finished seeds."
+    prose += " Means without the failed or stopped seeds may look too good." if incomplete else ""
+    varied, costs = varied_settings(results.sweep.trials), _known_costs(results.sweep.trials)
+    prose += _latency_note(costs)
+    goal, count = Column(results.measure.title, True), Column("n", True)
+    columns = [*_setting_columns(varied), goal, count, *(Column(cost.column, True) for cost in costs)]
+    rows = []
+    for group in results.groups:
+        n, trials = len(group.scores), len(group.trials)
+        number = str(n) if n == trials else f"{n} of {trials}"
+        score = results.score_text(group).partition(" (")[0]
+        spent = [cost.text(group.cost(cost.field)) for cost in costs]
+        rows.append([*_setting_texts(group.settings, varied), score, number, *spent])
+    return {"prose": prose, "pictures": pictures, "table": Table("Groups", columns, rows, marked=True)}
+
+
+def _differences(results: Results, pictures: Sequence[Picture]) -> Mapping[str, Any] | None:
+    pairs, measure = pairs_of(results), results.measure
+    if not pairs:
+        return None
+    correction = f", not corrected for {len(pairs)} comparisons" if len(pairs) > 1 else ""
+    prose = (
+        "One group minus the other, paired by seed, so that effects of the seed cancel."
+        f" Each interval is Student's at 95 %{correction}."
+    )
+    if len(results.scored) - 1 == len(pairs) > 1:
+        prose += " All are compared with the best group, which slightly favors it."
+    rows = []
+    for one, other, gap in pairs:
+        interval, verdict = f"{measure.signed(gap.low)} to {measure.signed(gap.high)}", gap.verdict(measure.mode)
+        rows.append([one.label, other.label, measure.signed(gap.mean), interval, str(gap.n), verdict])
+    unit = "difference, points" if measure.is_share else "difference"
+    heads = [Column("group"), Column("minus"), Column(unit, True), Column("95 % interval", True), Column("n", True)]
+    table = Table("Differences", [*heads, Column("first group")], rows)
+    return {"prose": prose, "pictures": pictures, "table": table}
+
+
+def _papers(results: Results) -> Table | None:
+    rows = []
+    for group in results.scored if results.measure.is_top1 else ():
+        paper = next((trial.paper for trial in group.trials if trial.paper is not None), None)
+        if paper is not None:
+            spread = "" if paper.spread is None else f" ± {paper.spread:.2f}"
+            row = {"label": group.label, "ours": results.score_text(group)}
+            row["point"] = f"{value_text(paper.model)}; {paper.training}; ImageNet"
+            rows.append({**row, "printed": f"{paper.top1:g}{spread}", "table": paper.table})
+    columns = [Column("group"), Column("network, training, images"), Column("ours, top1 %", True)]
+    columns.append(Column("printed in", True, TITLE))
+    return Table("Comparison with the papers", columns, rows) if rows else None
+
+
+# ---- trials ----------------------------------------------------------------------------------------------------------
+
+
+def _trials(results: Results) -> Mapping[str, Any]:
+    measure, trials = results.measure, best_first(results.sweep.trials, results.measure)
+    # A table of groups already has the sizes of their networks.
+    costs = [cost for cost in _known_costs(trials) if cost.field == "device_seconds" or not results.is_repeated]
+    varied = varied_settings(trials)
+    seeds, linked = any(SEED in trial.settings for trial in trials), any(trial.run_url for trial in trials)
+    columns = [
+        Column("trial"),
+        Column(measure.title, True),
+        Column("state"),
+        *_setting_columns(varied),
+        *([Column("seed", True)] if seeds else []),
+        *(Column(cost.column, True) for cost in costs),
+        *([Column("run")] if linked else []),
+    ]
+    rows = []
+    for trial in trials:
+        seed = [value_text(trial.settings[SEED]) if SEED in trial.settings else "–"] if seeds else []
+        row = {"trial": trial, "settings": _setting_texts(trial.settings, varied)}
+        row["goal"] = "–" if trial.goal is None else measure.digits(trial.goal)
+        rows.append({**row, "numbers": [*seed, *(cost.text(getattr(trial, cost.field)) for cost in costs)]})
+    prose = f"Best first. Open a trial for the command that repeats it.{_latency_note(costs)}"
+    table = Table("Trials", columns, rows, marked=bool(trials) and trials[0].score is not None)
+    return {"prose": prose, "table": table, "is_linked": linked}
+
+
+def _setting_columns(varied: Mapping[str, Sequence[object]]) -> list[Column]:
+    return [Column("network" if path == MODEL else short_name(path)) for path in varied]
+
+
+def _setting_texts(settings: Mapping[str, object], varied: Mapping[str, Sequence[object]]) -> list[str]:
+    return [value_text(settings[path], among) if path in settings else "–" for path, among in varied.items()]
+
+
+def _known_costs(trials: Sequence[TrialResult]) -> list[Cost]:
+    """The costs that some trial has."""
+    return [cost for cost in COSTS if any(getattr(trial, cost.field) is not None for trial in trials)]
+
+
+def _latency_note(costs: Sequence[Cost]) -> str:
+    """Return the meaning of the latency, if it is shown."""
+    if all(cost.field != "latency_ms" for cost in costs):
+        return ""
+    return " Latency: the fastest forward pass of one image after a trial, of all seeds; on a CPU, of one thread."
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+def _unfinished(results: Results) -> list[tuple[TrialResult, str, bool]]:
+    """Return the failed and stopped trials, the last line of each one's reason, and whether it has others."""
+    entries = []
+    trials = [trial for trial in results.sweep.trials if trial.state in ("failed", "stopped early")]
+    for trial in sorted(trials, key=lambda trial: (-STATES.index(trial.state), trial.name)):
+        # The last line of a traceback holds the error.
+        lines = [line for line in (trial.reason or "no reason was recorded").splitlines() if line.strip()]
+        entries.append((trial, lines[-1] if lines else "", len(lines) > 1))
+    return entries
+
+
+def _origin(results: Results) -> Mapping[str, Any]:
+    sweep = results.sweep
+    facts = {"recipe": sweep.recipe, "started": sweep.began, **sweep.circumstances}
+    return {"command": sweep.command, "facts": facts, "space": sweep.space_text}

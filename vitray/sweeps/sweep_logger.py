@@ -1,0 +1,279 @@
+"""Logging of a sweep to MLflow, to the console and to the report while its trials run, in a thread of the driver."""
+
+import json
+import shlex
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from vitray.errors import OwnershipLost, one_line
+from vitray.runs.run_dir import RUN_META
+from vitray.runs.run_summary import evaluated_identity
+from vitray.sweeps.console import SweepConsole
+from vitray.sweeps.plan import Recipe, SweepPlan
+from vitray.sweeps.report import (
+    Measure,
+    SweepResult,
+    TrialResult,
+    is_imagenet,
+    leader,
+    paper_result,
+    write_report,
+)
+from vitray.sweeps.trial_store import TrialStore
+from vitray.system import host_facts, storage
+from vitray.system.mlflow_client import import_mlflow
+from vitray.system.storage import scratch_folder
+from vitray.tracking.tracker import TrackedRun, Tracker
+
+# Seconds between two looks at the trials.
+UPDATE_INTERVAL = 0.5
+# Seconds that an interrupted sweep waits for a report that is being drawn.
+STOP_TIMEOUT = 5.0
+# Seconds between two reports, each of which takes seconds to draw. The last report is always written.
+REPORT_INTERVAL = 30.0
+# Rows of the table in MLflow's description, which holds 8000 characters.
+MOST_DESCRIBED = 40
+
+
+class SweepOutcome(NamedTuple):
+    """How a sweep ended."""
+
+    name: str
+    home: str
+    """The sweep folder."""
+    trials: int
+    finished: int
+    stopped_early: int
+    failed: int
+    best: str | None
+    best_goal: float | None
+    report: str
+    mlflow_run: str | None
+    """None while the tracking server is unreachable."""
+
+
+class SweepLogger:
+    """Writes the progress and the results of a sweep."""
+
+    def __init__(
+        self,
+        plan: SweepPlan,
+        store: TrialStore,
+        recipe: Recipe,
+        *,
+        name: str,
+        command: str,
+        uid: str,
+        starts: int,
+        began: float,
+    ) -> None:
+        """`command` repeats or resumes the sweep, which started this many times, first at `began` since 1970."""
+        self.plan, self.store, self.recipe, base = plan, store, recipe, recipe.run
+        self.name, self.command, self.began = name, command, began
+        self._console = SweepConsole(plan.trials, plan.space.goal, store.records())
+        self._reported, self._reported_over = 0.0, -1
+        self._stopped, self._fault = threading.Event(), ""
+        self._thread = threading.Thread(target=self._watch, name="sweep-logger", daemon=True)
+        first = plan.first
+        self._on_imagenet = first and is_imagenet(first.images, first.val_images, len(first.dataset.classes))
+        with suppress(Exception):  # the tracker reports it
+            import_mlflow()  # before Optuna, which imports some of the same modules
+        space_params = {f"space.{key}": value for key, value in plan.space.model_dump(mode="json").items()}
+        self._tracker = Tracker(
+            TrackedRun(uid, name, base.tracking.experiment, starts=starts),
+            params=base.dotted() | space_params,
+            tags={"vitray.kind": "sweep", "vitray.home": store.sweep_dir} | host_facts.facts(),
+            description=self._description([]),
+        )
+        self._tracker.text("space.yaml", plan.space.to_yaml())
+        self._tracker.text("run.yaml", base.to_yaml())
+
+    def __enter__(self) -> "SweepLogger":
+        self._tracker.__enter__()
+        self.report()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stopped.set()
+        self._thread.join(STOP_TIMEOUT)
+        if error[0] is not None and not isinstance(error[1], OwnershipLost):
+            self._console.line(f"  stopped; the same command resumes it: {self.command}")
+        if isinstance(error[1], KeyboardInterrupt | SystemExit):
+            self._kill_children(
+                {
+                    name: "its sweep was interrupted"
+                    for name, record in self.store.records().items()
+                    if record.state == "running"
+                }
+            )
+        self._tracker.__exit__(*error)
+
+    def finish(self) -> SweepOutcome:
+        """Write the last report, register the best trial's model, print the end block and return the outcome."""
+        self._stopped.set()
+        self._thread.join()
+        trials, goal = self.report(), self.plan.space.goal
+        self._kill_children(  # those whose own process could not
+            {
+                trial.name: trial.reason or "stopped early, by the scheduler of its sweep"
+                for trial in trials
+                if trial.state in ("stopped early", "failed") and self.store.outcome(trial.name).mlflow_run is None
+            }
+        )
+        best = leader([trial for trial in trials if trial.state != "failed"], Measure(goal.metric, goal.mode))
+        if best:
+            from vitray.runs.registered_figures import log_registered_figures  # Matplotlib takes a second to import
+
+            result, registered = self.store.outcome(best.name), self.recipe.run.tracking.register_as
+            if result.model and registered:
+                assert self.plan.first is not None, "finished before its stages were ready"
+                scored_on = evaluated_identity(self.store.run(best.name).data, self.plan.first.dataset)
+                self._tracker.model(result.model, registered, result.val_top1, scored_on)
+                if fault := log_registered_figures(self._tracker, result.model):
+                    self._console.line(f"  {fault}")
+            elif registered:
+                self._console.line(f"  no model is registered as {registered}: {best.name} is {best.state}")
+            self._tracker.tag("vitray.best", best.name)
+        self._tracker.end("FINISHED")
+        states = [trial.state for trial in trials]
+        counts = {state: states.count(state) for state in ("finished", "stopped early", "failed")}
+        outcome = SweepOutcome(
+            name=self.name,
+            home=self.store.sweep_dir,
+            trials=len(trials),
+            finished=counts["finished"],
+            stopped_early=counts["stopped early"],
+            failed=counts["failed"],
+            best=best.name if best else None,
+            best_goal=best.goal if best else None,
+            report=storage.join(self.store.sweep_dir, "report", "index.html"),
+            mlflow_run=self._tracker.run_id,
+        )
+        is_population = self.plan.space.scheduler.traits.is_population
+        not_started = "not started: the budget is spent, too many failed, or no new point is left"
+        counts[not_started] = max(0, self.plan.trials - sum(counts.values()))  # a population has more trials
+        self._console.end(
+            {
+                "best": f"{outcome.best}: {goal.metric} {outcome.best_goal}" if best else "none",
+                "trials": ", ".join(f"{count} {state}" for state, count in counts.items() if count),
+                **({"retry": f"{self.command} --retry-failed"} if outcome.failed and not is_population else {}),
+                "report": outcome.report,
+                "tracking": self._tracker.run_url(),
+            }
+        )
+        return outcome
+
+    def _watch(self) -> None:
+        """Update until the end of the sweep; an error, such as an unreachable storage, is a note."""
+        while not self._stopped.wait(UPDATE_INTERVAL):
+            try:
+                self.update()
+                self._fault = ""
+            except Exception as error:
+                if self._fault != (fault := one_line(error)):
+                    self._console.line(f"  cannot update the report, will try again: {fault}")
+                self._fault = fault
+
+    def update(self) -> None:
+        """Show the progress, and write a report if a trial has ended and the last report is old enough."""
+        records = self.store.records()
+        self._console.show(records)
+        self.store.retry_points()
+        self.store.read_ends()
+        over = sum(record.is_over for record in records.values())
+        if over != self._reported_over and time.monotonic() - self._reported > REPORT_INTERVAL:
+            self.report()
+
+    def report(self) -> list[TrialResult]:
+        """Write the report to the sweep's folder and to MLflow, and return the trials."""
+        records, space = self.store.records(), self.plan.space
+        self._reported_over = sum(record.is_over for record in records.values())
+        trials = [self._trial_result(name) for name in records]
+        result = SweepResult(
+            name=self.name,
+            goal=space.goal.metric,
+            mode=space.goal.mode,
+            recipe=" ".join(self.recipe.args),
+            space_text=space.to_yaml(),
+            plan=self.plan.summary,
+            began=time.strftime("%Y-%m-%d %H:%M", time.localtime(self.began)),
+            command=self.command,
+            circumstances=host_facts.facts(),
+            trials=trials,
+        )
+        with scratch_folder() as folder:
+            for path in write_report(result, folder):
+                storage.upload(path, storage.join(self.store.sweep_dir, "report", path.name))
+                if path.suffix != ".png":
+                    self._tracker.text(f"report/{path.name}", path.read_text())
+                elif not path.stem.endswith("-dark"):  # the page holds both; MLflow shows the light one
+                    self._tracker.figure(f"report/{path.name}", path.read_bytes())
+        goals = [trial.goal for trial in trials if trial.goal is not None]
+        if goals:
+            best = max(goals) if space.goal.mode == "max" else min(goals)
+            self._tracker.metrics(self._reported_over, {f"best/{space.goal.metric.replace('/', '_')}": best})
+        self._tracker.describe(self._description(trials))
+        self._reported = time.monotonic()
+        self._console.show(records)
+        return trials
+
+    def _trial_result(self, name: str) -> TrialResult:
+        store, goal = self.store, self.plan.space.goal
+        record, result, sizes = store.trials[name].record, store.outcome(name), store.sizes(name)
+        curves = {key: [(int(step), value) for step, value in curve] for key, curve in (result.curves or {}).items()}
+        overrides = [f"{key}={_spell(value)}" for key, value in store.settings(name).items()]
+        return TrialResult(
+            name=name,
+            settings=dict(store.trials[name].entry.point.shown),
+            state=record.state,
+            reason=record.reason,
+            goal=record.score,
+            curves=curves or {goal.metric: list(record.scores)},
+            device_seconds=result.device_seconds,
+            params=sizes and sizes.params,
+            gflops=sizes and sizes.gflops,
+            command=shlex.join(["vitray", "train", *self.recipe.args, *overrides]),
+            run_url=self._tracker.url_of(result.mlflow_run) if result.mlflow_run else None,
+            paper=paper_result(store.run(name)) if self._on_imagenet else None,
+            latency_ms=result.latency_ms,
+            peak_memory_bytes=result.peak_memory_bytes,
+        )
+
+    def _description(self, trials: Sequence[TrialResult]) -> str:
+        """Return MLflow's description of the sweep: the plan, and a table of the trials by their varied settings."""
+        goal, sign = self.plan.space.goal, -1 if self.plan.space.goal.mode == "max" else 1
+        ranked = sorted(trials, key=lambda trial: (trial.goal is None, sign * (trial.goal or 0)))
+        varied = list(dict.fromkeys(path for trial in trials for path in trial.settings))
+        lines = [self.plan.summary, "", f"`{self.command}`", ""]
+        if trials:
+            lines += [_row("trial", goal.metric, "state", *varied), _row(*["---"] * (3 + len(varied)))]
+        for trial in ranked[:MOST_DESCRIBED]:
+            name = f"[{trial.name}]({trial.run_url})" if trial.run_url else trial.name
+            cells = [_spell(trial.settings[path]) if path in trial.settings else "" for path in varied]
+            lines.append(_row(name, "" if trial.goal is None else f"{trial.goal:.4g}", trial.state, *cells))
+        if len(ranked) > MOST_DESCRIBED:
+            lines.append(f"\nand {len(ranked) - MOST_DESCRIBED} more: report/results.csv")
+        return "\n".join(lines)
+
+    def _kill_children(self, reasons: Mapping[str, str]) -> None:
+        """Mark trials as killed in MLflow if they still run there, with {name: reason}.
+
+        A resumed sweep continues the same MLflow runs.
+        """
+        for name, reason in reasons.items():
+            path = storage.join(self.store.run_dir(name), RUN_META)
+            if storage.exists(path):
+                self._tracker.kill(json.loads(storage.read_bytes(path))["uid"], reason)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _spell(value: Any) -> str:
+    """Return a value as the command line takes it: YAML, of which JSON is a part."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,70 @@
+"""Predictions of a family: decoded images in, probabilities and the most probable classes out.
+
+Shapes: B images, H x W pixels, C colors, K classes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitray.config import Run
+from vitray.data.augment.crops import crop_center
+from vitray.data.augment.mixing import normalized
+from vitray.errors import ConfigError
+from vitray.models.probabilities import probabilities_of, probability_of
+from vitray.weights.family import Family, Member
+
+
+def is_classifier(run: Run) -> bool:
+    """Whether the network of a run has classes."""
+    return run.model.num_classes is not None and run.classification is not None
+
+
+def check_classifier(run: Run, url: str) -> None:
+    """Refuse a network that has no classes."""
+    if not is_classifier(run):
+        raise ConfigError(f"{url}: a network of task {run.task.kind} without classes; expected a classifier")
+
+
+def class_names(member: Member) -> list[str]:
+    """Return the class names of a classifier; the labels if it has none."""
+    return member.classes or [str(label) for label in range(member.run.model.num_classes or 0)]
+
+
+def view_of(image_HWC: np.ndarray, member: Member) -> np.ndarray:
+    """Return the pixels of an image, cropped as in the evaluation of the member's run."""
+    return crop_center(image_HWC, member.run.data.eval_crop, member.run.model.image_shape)
+
+
+@torch.inference_mode()
+def probabilities(family: Family, views: Sequence[np.ndarray], members: Sequence[Member]) -> list[np.ndarray]:
+    """Return the probabilities (K) of each view by its member; NaN for a view whose logits are not all finite."""
+    images: list[Tensor] = [torch.empty(0)] * len(views)
+    groups: dict[Any, list[int]] = {}
+    for row, member in enumerate(members):
+        groups.setdefault((member.run.data.normalize, views[row].shape), []).append(row)
+    for (normalize, _), rows in groups.items():
+        views_BHWC = torch.from_numpy(np.stack([views[row] for row in rows])).to(family.device)
+        for row, image in zip(rows, normalized(views_BHWC, normalize), strict=True):
+            images[row] = image
+    logits = family.outputs(images, members)
+    return [
+        probabilities_of(logits_K, probability_of(member.run)).cpu().numpy()
+        for logits_K, member in zip(logits, members, strict=True)
+    ]
+
+
+def answer(probabilities_K: np.ndarray, classes: Sequence[str], top_k: int | None) -> dict[str, Any]:
+    """Return the most probable class, and all probabilities or the `top` k classes."""
+    order = np.argsort(-probabilities_K, kind="stable")  # among equals the lowest label is first
+    best = _class_answer(probabilities_K, classes, order[0])
+    if top_k is None:
+        return {**best, "probabilities": probabilities_K.tolist()}
+    return {**best, "top": [_class_answer(probabilities_K, classes, label) for label in order[:top_k]]}
+
+
+def _class_answer(probabilities_K: np.ndarray, classes: Sequence[str], label: int) -> dict[str, Any]:
+    return {"label": int(label), "class": classes[label], "probability": float(probabilities_K[label])}
