@@ -92,11 +92,11 @@ def test_weights_that_do_not_fit_get_one_message(place, overrides, message):
 
 
 def test_other_classes_get_a_new_head_and_the_same_classes_keep_the_old_one(place, tmp_path):
-    start = resolve(recipe(place)).start
+    start = resolve(recipe(place)).initial
     assert start.adaptation == "as it is"
     base = load_model(str(place / "base"))
     save_model(str(tmp_path / "other"), base.run, base.vit, [f"other {index}" for index in range(10)])
-    start = resolve(recipe(place, f"task.weights={tmp_path / 'other'}")).start
+    start = resolve(recipe(place, f"task.weights={tmp_path / 'other'}")).initial
     assert start.adaptation == "a new head of zeros for 10 classes"
     assert not start.state["head.weight"].any()
 

@@ -395,7 +395,7 @@ def test_a_logged_model_holds_no_pickle(uri, tmp_path):
     files = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
     assert {"artifacts/model/model.safetensors", "code/vitray/system/storage.py", "serving.py", "MLmodel"} <= set(files)
     kinds = {Path(name).suffix for name in files}
-    assert kinds <= {".safetensors", ".py", ".yaml", ".json", ".txt", ""}
+    assert kinds <= {".safetensors", ".py", ".html", ".css", ".yaml", ".json", ".txt", ""}
     assert {name for name in files if not Path(name).suffix} <= {"MLmodel", "registered_model_meta"}
     # The first bytes of a pickle, and of the archive that torch.save writes.
     assert [name for name, path in files.items() if path.read_bytes()[:2] in (b"\x80\x04", b"\x80\x05", b"PK")] == []
