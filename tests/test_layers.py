@@ -180,6 +180,13 @@ def test_processes_without_a_torchvision_network_or_policy_leave_torchvision_out
     assert done.stdout.strip() == "set()"
 
 
+def test_a_run_is_checked_before_torch_is_loaded():
+    """Its first line, and a message about a wrong name, would wait for seconds."""
+    code = "import sys, vitray.runs.train; print({'torch', 'ray', 'mlflow'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_the_training_loop_loads_no_platform():
     """A host brings the platform."""
     code = "import sys, vitray.training.loop; print({'ray', 'mlflow'} & set(sys.modules))"
