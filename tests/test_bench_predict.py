@@ -11,14 +11,15 @@ from image_sets import write_dataset, write_network
 from vitray.bench import predict_pipelines
 from vitray.bench.predict import OURS, PredictSettings, measure_predict
 from vitray.bench.predict_pipelines import Job, decode_alone, loader, make_plan, write_images
-from vitray.inference.listing import list_images, read_encoded
+from vitray.inference.listing import list_images
 
 
 def test_the_images_are_the_first_ones_and_a_loader_predicts_each(tmp_path):
     write_dataset(tmp_path / "data", {"val": 30}, corrupt=1)
     files = write_images(str(tmp_path / "data"), 20, 8, tmp_path / "images")
     contents = [content for file in files for content in pq.read_table(file)["image"].to_pylist()]
-    assert contents == read_encoded(list_images(str(tmp_path / "data")), 1, 20)  # the first one is broken
+    images = list_images(str(tmp_path / "data")).read(range(1, 20))  # the first one is broken
+    assert contents == [image.content for image in images]
     plan = make_plan(str(write_network(tmp_path / "model")), str(tmp_path / "images"), 8, tmp_path / "out", "cpu")
     assert list(loader(Job(plan, files, 1, 1), tmp_path / "out")) == [7, 8, 4]
     assert pq.read_table(tmp_path / "out").num_rows == len(plan.images) == 19

@@ -45,9 +45,10 @@ from vitray.evaluation.probes import all_classes, numbered
 from vitray.evaluation.results import Evaluation, Result, compare, score
 from vitray.evaluation.texts import score_text, scores_text
 from vitray.inference import outputs
-from vitray.inference.images import open_images, read_encoded
+from vitray.inference.engine import numerics_of
+from vitray.inference.images import open_images
 from vitray.inference.models import describe_network
-from vitray.inference.outputs import Outputs, Work, compute_outputs
+from vitray.inference.outputs import BATCH, Outputs, Work, compute_outputs
 from vitray.metrics import linear_probe
 from vitray.metrics.classification import ClassScore, classify
 from vitray.metrics.label_sets import LabelSet
@@ -295,7 +296,7 @@ def test_corrupted_copies_are_scored(place, tmp_path):
     result = scores(tmp_path, place / "a", place / "photos", corrupt=True)
     network, images = describe_network(str(place / "a")), open_images(str(place / "photos"), "val")
     wrong = []
-    for image in read_encoded(images, range(60)):
+    for image in images.read_labeled(range(60)):
         view = corrupt(crop_center(decode_image(image.content), CenterCrop(), (32, 32)), "contrast", 4, 0, image.key)
         with torch.inference_mode():
             logits = network[1](normalized(torch.from_numpy(view)[None], network[0].normalize))
@@ -420,7 +421,9 @@ def test_a_label_set_restricts_the_classes(place, tmp_path, capsys):
     result = scores(tmp_path / "out", tmp_path / "model", tmp_path / "subset", labels=labels)
     images = open_images(str(tmp_path / "subset"), "val")
     network = describe_network(str(tmp_path / "model"))
-    logits = compute_outputs(Work(network[0], images, ("logits",), str(tmp_path / "again")), 1, network[1])
+    logits = compute_outputs(
+        Work(network[0], images, ("logits",), str(tmp_path / "again"), numerics_of(1, BATCH)), 1, network[1]
+    )
     assert result["labels_top1"] == (logits.logits[:, :4].argmax(1) == logits.labels).mean()
     assert result["labels_top1_low"] < result["labels_top1"] < result["labels_top1_high"]
     assert result["top1"] <= result["labels_top1"]
@@ -501,7 +504,9 @@ def test_large_outputs_are_read_into_a_temporary_file(place, tmp_path, monkeypat
     """Without the images that cannot be decoded, and in the same order."""
     write_dataset(tmp_path / "data", {"val": 101}, corrupt=3)
     network, images = describe_network(str(place / "a")), open_images(str(tmp_path / "data"), "val")
-    work = Work(network[0], images, ("logits", "features"), str(tmp_path / "out"), 24, max_corrupt=0.05)
+    work = Work(
+        network[0], images, ("logits", "features"), str(tmp_path / "out"), numerics_of(1, BATCH), 24, max_corrupt=0.05
+    )
     small = compute_outputs(work, 1, network[1])
     monkeypatch.setattr(outputs, "MOST_IN_MEMORY", 101 * 10 * 4)  # the features are wider
     large = compute_outputs(work, 1, network[1])

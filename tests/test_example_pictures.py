@@ -15,7 +15,7 @@ from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.mixing import normalized
 from vitray.data.shards import holdout_mask, open_dataset
-from vitray.inference.images import open_images, read_encoded
+from vitray.inference.images import open_images
 from vitray.inspection import attention_maps
 from vitray.models.vit import ViT
 from vitray.runs.resolve import resolve
@@ -55,7 +55,7 @@ def test_examples_are_spread_over_the_split_and_are_the_same_at_every_evaluation
     # Row 0 of the split is corrupt, and left out.
     assert first.images.shape == (7, 32, 32, 3)
     stored = open_images(dataset.url, "val")
-    wanted = read_encoded(stored, [7, 14, 21, 28, 35, 42, 49])
+    wanted = stored.read_labeled([7, 14, 21, 28, 35, 42, 49])
     assert first.labels.tolist() == [each.label for each in wanted]
 
 
@@ -80,7 +80,7 @@ def test_examples_of_a_hold_out_are_held_out_images(dataset):
     seen = examples_of(run, dataset, mask)
     stored = np.flatnonzero(mask)
     images = open_images(dataset.url, "train")
-    held_out = [each.content for each in read_encoded(images, stored.tolist()) if each.content != b"none"]
+    held_out = [each.content for each in images.read_labeled(stored.tolist()) if each.content != b"none"]
     shown = seen.look(ViT(run.model)).images
     assert len(shown) >= 4
     views = {crop_center(decode_image(content), run.data.eval_crop, (32, 32)).tobytes() for content in held_out}

@@ -22,11 +22,11 @@ from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
-from vitray.inference import actors
-from vitray.inference.extractor import Extractor
-from vitray.inference.images import open_images, read_encoded
+from vitray.inference import engine
+from vitray.inference.engine import Job, Worker, numerics_of
+from vitray.inference.images import open_images
 from vitray.inference.models import describe_network, open_network, short_name
-from vitray.inference.outputs import Work, compute_outputs
+from vitray.inference.outputs import BATCH, Work, compute_outputs
 from vitray.models.vit import ViT
 from vitray.weights import load_model, save_model
 
@@ -44,7 +44,8 @@ def place(tmp_path_factory):
 def work(place, folder, **changes):
     network, _ = describe_network(str(place / "model"))
     images = open_images(str(place / changes.pop("data", "data")), "val")
-    return Work(network, images, **({"outputs": ("logits", "features"), "folder": str(folder)} | changes))
+    changes = {"outputs": ("logits", "features"), "numerics": numerics_of(1, BATCH)} | changes
+    return Work(network, images, folder=str(folder), **changes)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def expected(place):
     loaded, images = load_model(str(place / "model")), open_images(str(place / "data"), "val")
     logits, features = [], []
     with torch.inference_mode():
-        for image in read_encoded(images, range(101)):
+        for image in images.read_labeled(range(101)):
             view = crop_center(decode_image(image.content), CenterCrop(), (32, 32))
             pixels = normalized(torch.from_numpy(view)[None], loaded.run.data.normalize)
             features.append(loaded.vit.pooled(loaded.vit.tokens(pixels))[0].numpy())
@@ -83,32 +84,33 @@ def test_actors_give_the_outputs_of_one_process(place, tmp_path, ray_cluster):
         compute_outputs(planned, 2)
 
 
-def test_an_extractor_refuses_its_network_after_its_constructor(place, tmp_path):
+def test_a_worker_refuses_its_network_after_its_constructor(place, tmp_path):
     """Ray reports an error of an actor's constructor as a death without a cause."""
     write_network(tmp_path / "model")
     spec = describe_network(str(tmp_path / "model"))[0]
     shutil.rmtree(tmp_path / "model")
-    extractor = Extractor(spec, open_images(str(place / "data"), "val"))
+    images = open_images(str(place / "data"), "val")
+    worker = Worker(Job(images, [spec], lambda _networks, views, _pixels: len(views[0]), numerics_of(1, 2)))
     with pytest.raises(ConfigError, match="model: "):
-        extractor.load()
+        worker.load()
     write_network(tmp_path / "model", seed=1)
     with pytest.raises(ConfigError, match="its weights or settings have changed since the command began"):
-        extractor.load()
+        worker.load()
     shutil.rmtree(tmp_path / "model")
     write_network(tmp_path / "model")
-    extractor.load()
-    assert len(extractor.extract(0, 3, ["logits"])["logits"]) == 3
+    worker.load()
+    assert worker.chunk(0, 3).values == [2, 1]
 
 
 def test_an_actor_decodes_on_its_share_of_the_cpus():
     def node(cpus, gpus=0, alive=True):
         return {"Alive": alive, "Resources": {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})}
 
-    assert actors.decoders_of([node(64, 8)], 8) == 8
-    assert actors.decoders_of([node(64, 8), node(12, 2), node(4), node(1, 1, alive=False)], 10) == 6
-    assert actors.decoders_of([node(2, 4)], 4) == 1
-    assert actors.decoders_of([node(16)], 4) == 4
-    assert actors.decoders_of([node(2), node(1)], 4) == 1
+    assert engine.decoders_of([node(64, 8)], 8) == 8
+    assert engine.decoders_of([node(64, 8), node(12, 2), node(4), node(1, 1, alive=False)], 10) == 6
+    assert engine.decoders_of([node(2, 4)], 4) == 1
+    assert engine.decoders_of([node(16)], 4) == 4
+    assert engine.decoders_of([node(2), node(1)], 4) == 1
 
 
 def test_a_cluster_that_grows_is_asked_for_its_gpus(monkeypatch):
@@ -117,14 +119,14 @@ def test_a_cluster_that_grows_is_asked_for_its_gpus(monkeypatch):
     monkeypatch.setattr("ray.cluster_resources", lambda: resources)
     monkeypatch.setattr(session, "wait_for_nodes", lambda *args: asked.append(args))
     for name, value in (("VITRAY_GROWS_WITHIN", "1800"), ("VITRAY_GROWS_DEVICE", "gpu")):
-        actors.await_gpus(None)
+        engine._await_gpus(None)
         monkeypatch.setenv(name, value)
     assert not asked
-    actors.await_gpus(None)
-    actors.await_gpus(2)
+    engine._await_gpus(None)
+    engine._await_gpus(2)
     assert asked == [([{"CPU": 1.0, "GPU": 1.0}] * count, 1800.0) for count in (1, 2)]
     resources["GPU"] = 1.0
-    actors.await_gpus(2)
+    engine._await_gpus(2)
     assert len(asked) == 2
 
 
@@ -170,8 +172,9 @@ def test_other_weights_images_and_settings_have_other_outputs(place, tmp_path):
         planned._replace(network=planned.network._replace(precision="bf16")),
         planned._replace(images=open_images(str(place / "data"), "train")),
         planned._replace(alteration="noise 3"),
+        *(planned._replace(numerics=planned.numerics._replace(**{name: 3})) for name in ("threads", "batch")),
     ]
-    assert len({each.place for each in [planned, *others]}) == 6
+    assert len({each.place for each in [planned, *others]}) == 8
     shutil.copytree(place / "data", tmp_path / "copy")
     shutil.copytree(place / "model", tmp_path / "model")
     network, images = describe_network(str(tmp_path / "model"))[0], open_images(str(tmp_path / "copy"), "val")
@@ -180,10 +183,10 @@ def test_other_weights_images_and_settings_have_other_outputs(place, tmp_path):
 
 def test_a_killed_command_goes_on(place, tmp_path):
     code = (
-        "import sys; from vitray.inference import outputs, images, models\n"
+        "import sys; from vitray.inference import engine, outputs, images, models\n"
         "network, _ = models.describe_network(sys.argv[1])\n"
-        "work = outputs.Work(network, images.open_images(sys.argv[2], 'val'), ('logits',), sys.argv[3], chunk=1)\n"
-        "outputs.compute_outputs(work, 1)"
+        "data, how = images.open_images(sys.argv[2], 'val'), engine.numerics_of(1, outputs.BATCH)\n"
+        "outputs.compute_outputs(outputs.Work(network, data, ('logits',), sys.argv[3], how, chunk=1), 1)"
     )
     command = [sys.executable, "-c", code, str(place / "model"), str(place / "data"), str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -222,7 +225,7 @@ def test_images_at_a_relative_address_are_read_in_any_working_folder(place, tmp_
     monkeypatch.chdir(tmp_path)
     assert [images.name for images in opened] == ["data", "photos", "demo"]
     for images in opened:
-        assert len(read_encoded(images, [1])[0].content) > 100
+        assert len(images.read_labeled([1])[0].content) > 100
     whole = [open_images(str(place / "data"), "val"), open_images(str(place / "photos"), "val")]
     assert [images.identity for images in opened[:2]] == [images.identity for images in whole]
 
@@ -329,4 +332,4 @@ def test_a_network_has_a_short_name(url, name):
 
 def test_drawn_images_are_a_source_too():
     images = open_images("demo", "val")
-    assert (images.images, images.classes) == (1000, SHAPES)
+    assert (len(images), images.classes) == (1000, SHAPES)

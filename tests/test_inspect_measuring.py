@@ -1,6 +1,5 @@
 """The values over many images: each image once, one chunk at a time, the same in this process and on actors."""
 
-import numpy as np
 import pytest
 import torch
 from image_sets import SHAPES, write_dataset
@@ -9,12 +8,15 @@ from networks import scrambled
 from vitray import inspect
 from vitray.config import Model, Run
 from vitray.data.augment.decode import decode_image
-from vitray.inference.images import open_images, read_encoded
+from vitray.data.augment.views import decode_views
+from vitray.inference import engine
+from vitray.inference.images import open_images
+from vitray.inference.networks import prepared
 from vitray.inspection.report import driver, measuring
 from vitray.inspection.report.driver import Request, make_figures
 from vitray.inspection.report.figures import FIGURES
 from vitray.inspection.report.measuring import CHUNK, spans_of
-from vitray.inspection.report.subjects import MOST_SHOWN, at_even_distances, prepared, view_of
+from vitray.inspection.report.subjects import MOST_SHOWN, at_even_distances
 from vitray.models.vit import ViT
 from vitray.weights import save_model
 
@@ -66,10 +68,10 @@ def test_values_over_chunks_are_those_of_all_images(place, monkeypatch):
     assert inspection.images.used == 73
     assert inspection.images.left_out == ("val:0 (not an image)", "val:1 (not an image)")
     assert len(inspection.images.shown) in (MOST_SHOWN - 2, MOST_SHOWN - 1)
-    stored = read_encoded(open_images(str(place / "data"), "val"), range(2, 75))
+    stored = open_images(str(place / "data"), "val").read_labeled(range(2, 75))
     batches = []
     for subject in inspection.subjects:
-        views = np.stack([view_of(image, subject.spec) for image in stored])
+        [views], _ = decode_views([image.content for image in stored], [subject.spec.view])
         assert views.shape[1:] == (32, 32, 3)
         batches.append(prepared(views, subject.spec, subject.vit))
     assert decode_image(stored[0].content).shape[2] == 3
@@ -109,7 +111,8 @@ def test_actors_measure_what_one_process_does(place, ray_cluster):
 
 
 def test_few_images_stay_in_this_process(place, monkeypatch):
-    monkeypatch.setattr(measuring, "needs_actors", lambda workers: pytest.fail("asked for actors"))
+    monkeypatch.setattr(engine, "_on_actors", lambda *_: pytest.fail("asked for actors"))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     figures_of(place, figures=["distance"], images=MOST_SHOWN, compare=None)
 
 

@@ -33,7 +33,8 @@ from vitray.data.augment.mixing import normalized
 from vitray.data.augment.views import decode_views
 from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError, RunError
-from vitray.inference.listing import ImageList, check_some_decode, decoded, list_images, read_encoded
+from vitray.inference.images import undecodable
+from vitray.inference.listing import ImageList, check_some_decode, list_images
 from vitray.inference.models import describe_network
 from vitray.inference.networks import views_of
 from vitray.inference.parts import count_images, load_networks, predict_batch, print_part, write_part
@@ -75,7 +76,7 @@ def tables_of(plan, networks=None):
     for part in range(plan.parts):
         tables, reasons = [], []
         for batch in range(plan.batches):
-            encoded = read_encoded(plan.images, *plan.span(part, batch))
+            encoded = [image.content for image in plan.images.read(range(*plan.span(part, batch)))]
             views, missing = decode_views(encoded, views_of(plan.networks), rows=plan.options.batch)
             reasons += missing
             tables.append(predict_batch(plan, networks, views, missing))
@@ -100,7 +101,7 @@ def rows_of(folder: Path) -> pa.Table:
 
 
 def contents(images: ImageList) -> dict[str, bytes | str]:
-    return dict(zip(images.table["key"].to_pylist(), read_encoded(images, 0, len(images)), strict=True))
+    return {image.key: image.content for image in images.read(range(len(images)))}
 
 
 def test_a_folder_needs_no_classes(tmp_path):
@@ -174,7 +175,7 @@ def test_wildcards_match_on_s3_and_secrets_in_an_address_stay_out_of_the_message
     }.items():
         images = list_images(f"s3://bucket/wild/{pattern}")
         assert {f"{Path(file).parent.name}/{Path(file).name}" for file in images.table["file"].to_pylist()} == wanted
-        assert read_encoded(images, 0, 1)[0] == Path(str(s3_server), images.table["file"][0].as_py()[5:]).read_bytes()
+        assert images.read([0])[0].content == Path(str(s3_server), images.table["file"][0].as_py()[5:]).read_bytes()
     with pytest.raises(ConfigError, match=r"^s3://: an address with keys or options in it"):
         list_images("s3://bucket/wild?secret_key=hidden")
 
@@ -476,7 +477,8 @@ def test_outputs_that_are_not_finite_end_the_prediction_with_the_first_image(
     url = overflowing(place, tmp_path / "bad", tensor, loss)
     options = options._replace(batch=8, part=16)
     plan = plan_of(place / "data", tmp_path / "out", url, options=options)
-    first = next(key for key, content in contents(plan.images).items() if isinstance(decoded(content), np.ndarray))
+    images = plan.images.read(range(len(plan.images)))
+    first = next(image.key for image, reason in zip(images, undecodable(images), strict=True) if reason is None)
     message = rf"^{first}: the network's {column} are not finite, as of 1\d of the 16 images of part 0;"
     with pytest.raises(ConfigError, match=message):
         write_all(plan)

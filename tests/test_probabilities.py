@@ -14,7 +14,7 @@ from vitray.data.augment.decode import decode_image
 from vitray.data.augment.mixing import normalized
 from vitray.data.augment.views import decode_views
 from vitray.evaluation.evaluate import Request, compute_evaluation
-from vitray.inference.listing import list_images, read_encoded
+from vitray.inference.listing import list_images
 from vitray.inference.models import describe_network
 from vitray.inference.networks import views_of
 from vitray.inference.parts import arrays_of, load_networks, predict_batch
@@ -48,7 +48,8 @@ def test_every_door_gives_the_same_probabilities(tmp_path, changes):
     url = str(tmp_path / "model")
     save_model(url, run.replace(changes), vit, classes)
     plan_images = list_images(str(tmp_path / "data"))
-    pixels = [decode_image(content) for content in read_encoded(plan_images, 0, 12)]
+    encoded = [image.content for image in plan_images.read(range(12))]
+    pixels = [decode_image(content) for content in encoded]
     views = [crop_center(each, run.data.eval_crop, (32, 32)) for each in pixels]
     with torch.inference_mode():
         logits = vit(normalized(torch.from_numpy(np.stack(views)), run.data.normalize)).double().numpy()
@@ -57,7 +58,7 @@ def test_every_door_gives_the_same_probabilities(tmp_path, changes):
 
     spec = describe_network(url)[0]
     plan = Plan((spec,), plan_images, check_options([spec], Options(top_k=len(SHAPES), batch=12)), "")
-    batches, reasons = decode_views(read_encoded(plan_images, 0, 12), views_of([spec]))
+    batches, reasons = decode_views(encoded, views_of([spec]))
     rows = predict_batch(plan, load_networks(plan), batches, reasons).to_pylist()
     predicted = np.array([[row["probabilities"][row["classes"].index(name)] for name in SHAPES] for row in rows])
     np.testing.assert_allclose(predicted, expected, atol=1e-5)

@@ -19,9 +19,10 @@ from pipelines.__main__ import main
 from vitray.config import load_run
 from vitray.errors import ConfigError, RunError
 from vitray.evaluation import evaluate
+from vitray.inference.engine import numerics_of
 from vitray.inference.images import open_images
 from vitray.inference.models import describe_network
-from vitray.inference.outputs import Work, compute_outputs
+from vitray.inference.outputs import BATCH, Work, compute_outputs
 from vitray.metrics.intervals import compare_hits
 from vitray.runs import promotion
 from vitray.runs.promotion import PromotionRequest, decide, promote, promote_finished
@@ -47,7 +48,7 @@ def networks(tmp_path_factory) -> Path:
     write_network(folder / "other", classes=(*SHAPES[:9], "sphere"))
     spec, vit = describe_network(str(folder / "bad"))
     images = open_images(str(folder / "data"), "val")
-    outputs = compute_outputs(Work(spec, images, ("features",), str(folder / "outputs")), 1, vit)
+    outputs = compute_outputs(Work(spec, images, ("features",), str(folder / "outputs"), numerics_of(1, BATCH)), 1, vit)
     features, targets = outputs.features.astype(np.float64), np.eye(10)[outputs.labels]
     centered = features - features.mean(0)
     weights = np.linalg.solve(centered.T @ centered + 1e-3 * np.eye(len(centered.T)), centered.T @ targets)

@@ -141,7 +141,7 @@ def test_the_files_of_a_source_are_listed_once(tmp_path, monkeypatch, kind):
     real = storage.list_entries
     monkeypatch.setattr(storage, "list_entries", lambda url: calls.append(url) or real(url))
     images = open_images(str(source), "train")
-    assert images.images == (2 if kind == "folder" else 1)
+    assert len(images) == (2 if kind == "folder" else 1)
     assert len(calls) == 1
 
 

@@ -21,7 +21,7 @@ from vitray.config import load_run
 from vitray.data.augment.decode import decode_image
 from vitray.data.shards import open_dataset
 from vitray.errors import ConfigError, RunError
-from vitray.inference.images import open_images, read_encoded
+from vitray.inference.images import open_images
 from vitray.inference.models import describe_network
 from vitray.runs.run_dir import Outcome
 from vitray.system import storage
@@ -235,7 +235,7 @@ def test_a_subset_holds_the_same_images_from_a_source_and_from_its_dataset(small
     write_folder(tmp_path / "photos" / "train", 60)
     write_folder(tmp_path / "photos" / "val", 20)
     [task] = tasks.open_tasks([f"natural={tmp_path / 'photos'}"], "train", "val")
-    images = [image.key for image in read_encoded(task.train, task.order.tolist())]
+    images = [image.key for image in task.train.read_labeled(task.order.tolist())]
     broken = next(path for path in (tmp_path / "photos/train").glob("*/*") if images[3].endswith(path.name))
     broken.write_bytes(broken.read_bytes()[:200])
     [task] = tasks.open_tasks([f"natural={tmp_path / 'photos'}"], "train", "val")
@@ -243,13 +243,13 @@ def test_a_subset_holds_the_same_images_from_a_source_and_from_its_dataset(small
     wanted = [*images[:3], *images[4:51]]
     for split, part in (("train800", wanted[:40]), ("val200", wanted[40:]), ("train800val200", wanted)):
         stored = open_images(dataset.url, split)
-        assert [image.key for image in read_encoded(stored, range(stored.images))] == part
+        assert [image.key for image in stored.read_labeled(range(len(stored)))] == part
     assert len(dataset.settings["left_out"]) == dataset.rejects.count == 1
     assert images[3] in dataset.settings["left_out"][0]
     pixels = np.concatenate(
         [
             decode_image(image.content).reshape(-1, 3)
-            for image in read_encoded(open_images(dataset.url, "train800"), range(40))
+            for image in open_images(dataset.url, "train800").read_labeled(range(40))
         ]
     )
     assert np.allclose(dataset.mean, (pixels / 255).mean(0))

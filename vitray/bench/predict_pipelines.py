@@ -23,7 +23,8 @@ from torchvision import transforms
 
 from vitray.bench.loaders import MEAN, STD
 from vitray.data.augment.views import decode_views
-from vitray.inference.listing import decoded, list_images, read_encoded
+from vitray.inference.images import undecodable
+from vitray.inference.listing import list_images
 from vitray.inference.models import describe_network, open_network
 from vitray.inference.networks import views_of
 from vitray.inference.parts import load_networks, predict_batch
@@ -49,9 +50,10 @@ def write_images(url: str, count: int, batch: int, folder: Path) -> list[str]:
     folder.mkdir(parents=True)
     for start in range(0, min(count, len(images)), batch):
         stop = min(start + batch, count, len(images))
-        contents = [each for each in read_encoded(images, start, stop) if not isinstance(decoded(each), str)]
+        encoded = images.read(range(start, stop))
+        usable = [each.content for each, reason in zip(encoded, undecodable(encoded), strict=True) if reason is None]
         files.append(str(folder / f"images-{start:08d}.parquet"))
-        pq.write_table(pa.table({"image": contents}), files[-1])
+        pq.write_table(pa.table({"image": usable}), files[-1])
     return files
 
 
@@ -128,7 +130,8 @@ def _decode_rate(plan: Plan, first: int, step: int) -> float:
     spans = [plan.span(part, 0) for part in range(first, plan.parts, step)]
 
     def decode(start: int, stop: int) -> None:
-        decode_views(read_encoded(plan.images, start, stop), views_of(plan.networks), rows=plan.options.batch)
+        contents = [image.content for image in plan.images.read(range(start, stop))]
+        decode_views(contents, views_of(plan.networks), rows=plan.options.batch)
 
     decode(*spans[0])
     began = time.perf_counter()

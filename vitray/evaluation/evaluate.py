@@ -15,12 +15,11 @@ from vitray.evaluation.results import Evaluation, Result, Scored, compare, score
 from vitray.evaluation.robustness import CorruptedImages, check_corrupted, corruption_errors, open_corrupted
 from vitray.evaluation.tracking import track_evaluation
 from vitray.evaluation.writing import write_evaluation
-from vitray.inference.actors import actor_session
-from vitray.inference.extractor import Output
+from vitray.inference.engine import actor_session, numerics_of
 from vitray.inference.images import ImageSet, open_images
 from vitray.inference.models import describe_network
 from vitray.inference.network_spec import NetworkSpec
-from vitray.inference.outputs import CHUNK, Outputs, Work, compute_outputs
+from vitray.inference.outputs import BATCH, CHUNK, Output, Outputs, Work, compute_outputs
 from vitray.metrics.arrays import ProbeInputs
 from vitray.metrics.probes import probe_scores, probe_shares
 from vitray.models.network import AnyNetwork
@@ -129,7 +128,7 @@ def open_networks(urls: Sequence[str]) -> list[Network]:
 
 def _check(request: Request, networks: Sequence[Network], data: _Data) -> None:
     images = data.scored
-    if not images.images:
+    if not len(images):
         raise ConfigError(f"{images.url}: {images.split} has no images")
     check_same_classes([network.spec for network in networks if network.spec.num_classes is not None], images)
     for network in networks:
@@ -158,7 +157,8 @@ def _result(request: Request, network: Network, data: _Data, folder: str) -> Res
     """Compute and score one network."""
     spec, images = network.spec._replace(name=network.name), data.scored
 
-    work = Work(spec, images, (), storage.join(folder, "outputs"), request.chunk, request.max_corrupt)
+    numerics = numerics_of(request.workers, BATCH)
+    work = Work(spec, images, (), storage.join(folder, "outputs"), numerics, request.chunk, request.max_corrupt)
 
     def outputs_of(images: ImageSet, *kinds: Output) -> Outputs:
         return compute_outputs(work._replace(images=images, outputs=kinds), request.workers, network.vit)

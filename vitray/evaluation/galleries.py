@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from vitray.data.augment.decode import decode_image
 from vitray.evaluation.results import Result, Scored
-from vitray.inference.images import ImageSet, read_encoded
+from vitray.inference.images import ImageSet
 
 # Pixels of a thumbnail's longer side; images below the second are shown enlarged, with their pixels visible.
 THUMBNAIL, TINY = 192, 96
@@ -76,8 +75,8 @@ def gallery(images: ImageSet, examples: Sequence[Example]) -> list[Thumbnail]:
 
 
 def _thumbnails(images: ImageSet, places: Sequence[int]) -> Iterator[tuple[bytes, bool]]:
-    for encoded in read_encoded(images, places):
-        image = Image.fromarray(decode_image(encoded.content))
+    for encoded in images.read(places):
+        image = Image.fromarray(encoded.pixels())
         is_tiny = max(image.size) <= TINY
         image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
         image.save(content := io.BytesIO(), "JPEG", quality=88)

@@ -35,7 +35,7 @@ def _identity(evaluation: Evaluation, result: Result, folder: str) -> TrackedRun
 def _dataset(evaluation: Evaluation) -> TrackedDataset:
     images = evaluation.images
     name = f"{images.name}/{images.split}"
-    return TrackedDataset(name, images.identity, images.url, "evaluation", images.images, len(images.classes))
+    return TrackedDataset(name, images.identity, images.url, "evaluation", len(images), len(images.classes))
 
 
 def _params(evaluation: Evaluation, result: Result) -> dict[str, str]:

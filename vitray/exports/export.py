@@ -132,7 +132,7 @@ def _prove(request: ExportRequest, run: Run, vit: AnyNetwork, after: Runner, ima
     sizes = [size]
     if request.any_size:
         sizes.append((size[0] + vit.model.shape.patch, size[1]))
-    progress(f"comparing {min(request.images, images.images):,} images")
+    progress(f"comparing {min(request.images, len(images)):,} images")
     parity = compare_logits(before, after, views(images, request.images, sizes, run.data.eval_crop))
     if parity.changed_share > request.bound and not request.allow:
         raise RunError(

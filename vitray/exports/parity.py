@@ -16,7 +16,7 @@ from vitray.bench.rounds import interleave, ratio_of, spread_of
 from vitray.config.augmentation import CenterCrop
 from vitray.data.augment.views import View, decode_views, usable
 from vitray.errors import ConfigError, RunError
-from vitray.inference.images import ImageSet, read_with_or_without_labels
+from vitray.inference.images import ImageSet
 from vitray.weights.files import few
 
 BATCH = 32
@@ -59,11 +59,11 @@ def views(
 
     The images are evenly spaced over their set; the sizes take turns.
     """
-    numbers = np.linspace(0, images.images, min(count, images.images), endpoint=False).astype(int)
+    numbers = np.linspace(0, len(images), min(count, len(images)), endpoint=False).astype(int)
     at_once = max(1, min(BATCH, -(-len(numbers) // len(sizes))))  # so that few images see each size too
     for place, first in enumerate(range(0, len(numbers), at_once)):
         size = sizes[place % len(sizes)]
-        encoded = read_with_or_without_labels(images, numbers[first : first + at_once].tolist())
+        encoded = images.read(numbers[first : first + at_once].tolist())
         [views_BHWC], reasons = decode_views([image.content for image in encoded], [View(crop, size)])
         left_out = [f"{image.key} ({reason})" for image, reason in zip(encoded, reasons, strict=True) if reason]
         yield torch.from_numpy(views_BHWC[usable(reasons)]).permute(0, 3, 1, 2).contiguous(), left_out

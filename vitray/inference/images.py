@@ -7,25 +7,48 @@ reads some of them by their numbers.
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from vitray.data.shards.manifest import MANIFEST, open_dataset, row_keys
+from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.data.augment.views import View, decode_views, usable
+from vitray.data.shards.manifest import MANIFEST, Dataset, open_dataset, row_keys
 from vitray.data.shards.options import Kind, ShardRequest, ShardSettings
 from vitray.data.shards.sources import DetectedSource, Listing, SourceEntry, detect_source, list_source, read_items
 from vitray.data.stream.decoding import SplitRows, locate_rows, read_rows
 from vitray.errors import ConfigError
 from vitray.system import storage
 
+# Encoded images that are in memory together.
+READ_AT_ONCE = 256
+
 
 class EncodedImage(NamedTuple):
     """One image as it is stored."""
 
-    content: bytes
+    content: bytes | str
+    """A text in place of the bytes is the reason why it cannot be read."""
     label: int
     """Negative where there is none."""
     key: str
+
+    def pixels(self) -> np.ndarray:
+        """Return the decoded image (HWC, uint8)."""
+        if isinstance(self.content, str):
+            raise UndecodableImage(self.content)
+        return decode_image(self.content)
+
+
+class Images(Protocol):
+    """Images in a fixed order, which any process reads by their numbers from 0; picklable."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, numbers: Sequence[int]) -> list[EncodedImage]:
+        """Return some images, in the order of their numbers."""
+        ...
 
 
 class ListedItems(NamedTuple):
@@ -36,14 +59,14 @@ class ListedItems(NamedTuple):
     items: list[SourceEntry]
 
 
-class ImageSet(NamedTuple):
-    """The images of one split; picklable."""
+@dataclass(frozen=True)
+class ImageSet:
+    """The images of one split, with classes and mostly with labels."""
 
     url: str
     name: str
     """The end of the address, for titles and folders."""
     split: str
-    images: int
     classes: tuple[str, ...]
     identity: str
     """A hash of the images and their order; of a source, of its files' names, sizes and times of change."""
@@ -51,55 +74,84 @@ class ImageSet(NamedTuple):
     set_aside: tuple[str, ...] = ()
     """Images of a source that were refused unread, each with its reason."""
 
+    def __len__(self) -> int:
+        match self.source:
+            case SplitRows(starts=starts):
+                return int(starts[-1])
+            case ListedItems(items=items):
+                return len(items)
+
+    def read(self, numbers: Sequence[int]) -> list[EncodedImage]:
+        """Return some images, in the order of their numbers."""
+        match self.source:
+            case SplitRows():
+                stored = read_rows(np.asarray(numbers), self.source)
+                items = [stored[number] for number in numbers]
+            case ListedItems(kind, request, listed):
+                chosen = [listed[number] for number in numbers]
+                contents = read_items(kind, chosen, request)
+                items = [(*content, item.name) for item, content in zip(chosen, contents, strict=True)]
+        return [EncodedImage(content, -1 if label is None else label, key) for content, label, key in items]
+
+    def read_labeled(self, numbers: Sequence[int]) -> list[EncodedImage]:
+        """Return some images; refuse one without a label."""
+        encoded = self.read(numbers)
+        self.check_labels([image.key for image in encoded], [image.label for image in encoded])
+        return encoded
+
+    def read_views(self, numbers: Sequence[int], view: View) -> tuple[np.ndarray, np.ndarray]:
+        """Return the views (BHWC, uint8) and labels of those of some images that can be decoded."""
+        parts: list[np.ndarray] = [np.zeros((0, *view.size, 3), np.uint8)]
+        labels: list[int] = []
+        for at in range(0, len(numbers), READ_AT_ONCE):
+            images = self.read(numbers[at : at + READ_AT_ONCE])
+            [views_BHWC], reasons = decode_views([image.content for image in images], [view])
+            parts.append(views_BHWC[usable(reasons)])
+            labels += [image.label for image, reason in zip(images, reasons, strict=True) if reason is None]
+        return np.concatenate(parts), np.array(labels, np.int64)
+
+    def check_labels(self, keys: Sequence[str], labels: Sequence[int]) -> None:
+        """Refuse an image without a label."""
+        if missing := [key for key, label in zip(keys, labels, strict=True) if label < 0]:
+            raise ConfigError(f"{self.url}: {self.split} has no labels: got none for image {missing[0]}")
+
+    def read_names(self) -> list[str]:
+        """Return the name of each image: the same in a source and in the dataset that `vitray shard` wrote from it."""
+        match self.source:
+            case SplitRows():
+                return [name_of(key) for key in row_keys(open_dataset(self.url), self.split)]
+            case ListedItems(items=items):
+                return [item.name for item in items]
+
 
 def open_images(url: str, split: str) -> ImageSet:
     """Return the images of a split at an address."""
-    name = url.rstrip("/").rpartition("/")[2] or "images"
     is_drawn = url.lower().rstrip("/") == "demo"
     url = storage.absolute(url)  # actors on a cluster have other working folders
     if storage.exists(storage.join(url, MANIFEST)):
-        dataset = open_dataset(url)
-        rows = locate_rows(dataset, split)
-        identity = _hash([dataset.identity, split])
-        return ImageSet(url, name, split, int(rows.starts[-1]), dataset.classes, identity, rows)
-    url = "demo" if is_drawn else url
-    request = ShardRequest(url, "", ShardSettings(), keep=(split,))
+        return split_images(open_dataset(url), split)
+    request = ShardRequest("demo" if is_drawn else url, "", ShardSettings(), keep=(split,))
     detected = detect_source(request)
     listing = list_source(request, detected, lambda function, calls: [function(*call) for call in calls])
     set_aside = tuple(f"{reject.file} ({reject.reason})" for reject in listing.rejects)
-    source, identity = ListedItems(listing.kind, request, listing.items), _identity(listing, detected, url)
-    return ImageSet(url, name, split, len(listing.items), listing.classes, identity, source, set_aside)
+    source = ListedItems(listing.kind, request, listing.items)
+    identity = _identity(listing, detected, request.source)
+    return ImageSet(request.source, _end(url), split, listing.classes, identity, source, set_aside)
 
 
-def read_encoded(images: ImageSet, numbers: Sequence[int]) -> list[EncodedImage]:
-    """Return some images with their labels, in the order of their numbers."""
-    encoded = read_with_or_without_labels(images, numbers)
-    for image in encoded:
-        if image.label < 0:
-            raise ConfigError(f"{images.url}: {images.split} has no labels: got none for image {image.key}")
-    return encoded
+def split_images(dataset: Dataset, split: str) -> ImageSet:
+    """Return the images of a split of a dataset."""
+    identity = _hash([dataset.identity, split])
+    return ImageSet(dataset.url, _end(dataset.url), split, dataset.classes, identity, locate_rows(dataset, split))
 
 
-def read_with_or_without_labels(images: ImageSet, numbers: Sequence[int]) -> list[EncodedImage]:
-    """Return some images, in the order of their numbers; the label of an image without one is negative."""
-    match images.source:
-        case SplitRows():
-            stored = read_rows(np.asarray(numbers), images.source)
-            items = [stored[number] for number in numbers]
-        case ListedItems(kind, request, listed):
-            chosen = [listed[number] for number in numbers]
-            contents = read_items(kind, chosen, request)
-            items = [(*content, item.name) for item, content in zip(chosen, contents, strict=True)]
-    return [EncodedImage(content, -1 if label is None else label, key) for content, label, key in items]
+def _end(url: str) -> str:
+    return url.rstrip("/").rpartition("/")[2] or "images"
 
 
-def read_names(images: ImageSet) -> list[str]:
-    """Return the name of each image: the same in a source and in the dataset that `vitray shard` wrote from it."""
-    match images.source:
-        case SplitRows():
-            return [name_of(key) for key in row_keys(open_dataset(images.url), images.split)]
-        case ListedItems(items=items):
-            return [item.name for item in items]
+def undecodable(images: Sequence[EncodedImage]) -> list[str | None]:
+    """Return for each image the reason why it cannot be decoded, or None."""
+    return decode_views([image.content for image in images], [])[1]
 
 
 def name_of(key: str) -> str:

@@ -9,18 +9,19 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.shards.checking import check_shard, check_sizes
 from vitray.data.shards.manifest import IMAGE_FILE, MANIFEST, open_dataset, row_keys
 from vitray.data.shards.sources import LARGEST_FILE, PATH_COLUMNS, list_tar
 from vitray.data.shards.tables import holds_images, image_rows, read_images, read_index
 from vitray.errors import ConfigError, nearest
+from vitray.inference.images import EncodedImage, undecodable
 from vitray.system import storage
 
 ADDRESS_COLUMNS = (*PATH_COLUMNS, "url", "uri", "address")
@@ -53,7 +54,8 @@ class Entry(NamedTuple):
     reason: str | None = None
 
 
-class ImageList(NamedTuple):
+@dataclass(frozen=True)
+class ImageList:
     """The images of a source, each key once; picklable."""
 
     url: str
@@ -66,11 +68,28 @@ class ImageList(NamedTuple):
     """Files of the source that are neither images nor hold any."""
     repeated: int = 0
     """Images left out because an earlier one has their key."""
-    shards: Mapping[str, tuple[int, str]] = {}
+    shards: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """{address: (bytes, sha256)} of a dataset's shards."""
 
     def __len__(self) -> int:
         return self.table.num_rows
+
+    def read(self, numbers: Sequence[int]) -> list[EncodedImage]:
+        """Return some images without labels."""
+        entries = [Entry(*row.values()) for row in self.table.take(list(numbers)).to_pylist()]
+        contents: list[bytes | str] = []
+        for table, group in groupby(entries, key=lambda entry: None if entry.row is None else entry.file):
+            members = list(group)
+            if table is not None:
+                if table in self.shards:
+                    check_shard(table, *self.shards[table])
+                contents += read_images(table, self.column, [entry.row for entry in members if entry.row is not None])
+            elif any(storage.is_remote(entry.file) for entry in members):
+                with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+                    contents += pool.map(_read_file, members)
+            else:
+                contents += map(_read_file, members)
+        return [EncodedImage(content, -1, entry.key) for entry, content in zip(entries, contents, strict=True)]
 
 
 def list_images(url: str, splits: Sequence[str] = ()) -> ImageList:
@@ -107,43 +126,17 @@ def list_images(url: str, splits: Sequence[str] = ()) -> ImageList:
     return ImageList(address, table, digest.hexdigest(), None, tuple(others), repeated)
 
 
-def read_encoded(images: ImageList, start: int, stop: int) -> list[bytes | str]:
-    """Return the encoded bytes of some images, or the reason why there are none."""
-    entries = [Entry(*row.values()) for row in images.table.slice(start, stop - start).to_pylist()]
-    contents: list[bytes | str] = []
-    for table, group in groupby(entries, key=lambda entry: None if entry.row is None else entry.file):
-        members = list(group)
-        if table is not None:
-            if table in images.shards:
-                check_shard(table, *images.shards[table])
-            contents += read_images(table, images.column, [entry.row for entry in members if entry.row is not None])
-        elif any(storage.is_remote(entry.file) for entry in members):
-            with ThreadPoolExecutor(READS_AT_ONCE) as pool:
-                contents += pool.map(_read_file, members)
-        else:
-            contents += map(_read_file, members)
-    return contents
-
-
-def decoded(content: bytes | str) -> Any:
-    """Return the pixels (HWC) of an image, or the reason why there are none."""
-    try:
-        return content if isinstance(content, str) else decode_image(content)
-    except UndecodableImage as error:
-        return str(error)
-
-
 def check_some_decode(images: ImageList) -> None:
     """Refuse a small source of which no image can be decoded, and a source that cannot be read."""
-    count, reason = min(TRIED, len(images)), ""
+    count, first = min(TRIED, len(images)), ""
     for index in range(count):
-        image = decoded(read_encoded(images, index, index + 1)[0])
-        if not isinstance(image, str):
+        [image] = images.read([index])
+        [reason] = undecodable([image])
+        if reason is None:
             return
-        reason = reason or image
+        first = first or f"{image.key}: {reason}"
     if count == len(images):
-        first = images.table["key"][0].as_py()
-        raise ConfigError(f"{images.url}: none of {count} images can be decoded: {first}: {reason}")
+        raise ConfigError(f"{images.url}: none of {count} images can be decoded: {first}")
 
 
 def _read_file(entry: Entry) -> bytes | str:

@@ -50,6 +50,18 @@ class NetworkSpec(NamedTuple):
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 
+class Numerics(NamedTuple):
+    """What the last bits of outputs depend on, besides the networks, their precision and their views."""
+
+    device: Literal["cpu", "cuda"]
+    threads: int
+    """Of a forward pass on a CPU; 1 on a GPU, where they do not count."""
+    batch: int
+    """Images of a forward pass."""
+    compile: bool = False
+    """Compiled networks see batches of one shape: the last one is padded."""
+
+
 class Wanted(NamedTuple):
     """The outputs of each network for an image."""
 

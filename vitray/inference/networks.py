@@ -15,7 +15,7 @@ from torch import Tensor
 from vitray.data.augment.mixing import normalized, to_device
 from vitray.data.augment.views import View
 from vitray.inference.models import open_network
-from vitray.inference.network_spec import NetworkSpec, Wanted
+from vitray.inference.network_spec import NetworkSpec, Numerics, Wanted
 from vitray.models.network import AnyNetwork
 from vitray.models.positions import VisiblePatches
 from vitray.models.torchvision_networks import TorchvisionNetwork
@@ -29,6 +29,12 @@ _END_SETTINGS = {"num_classes", "head", "pool"}
 def views_of(networks: Sequence[NetworkSpec]) -> list[View]:
     """Return the different views of some networks."""
     return list(dict.fromkeys(spec.view for spec in networks))
+
+
+def prepared(view_BHWC: np.ndarray, spec: NetworkSpec, network: AnyNetwork) -> Tensor:
+    """Return images as a network takes them: normalized, BCHW, on its device."""
+    device = next(network.parameters()).device
+    return normalized(torch.from_numpy(view_BHWC).to(device), spec.normalize).contiguous()
 
 
 class TorchvisionMember(NamedTuple):
@@ -56,26 +62,27 @@ class Networks:
         self,
         specs: Sequence[NetworkSpec],
         wanted: Wanted,
-        device: torch.device,
-        *,
-        compile_them: bool = False,
+        numerics: Numerics,
         loaded: Mapping[str, AnyNetwork] | None = None,
     ) -> None:
         """`loaded` are those networks, by name, that this process has already."""
-        self._wanted, self._device = wanted, device
+        self._wanted, self._device = wanted, torch.device(numerics.device)
         views = views_of(specs)
+        self._all: list[tuple[NetworkSpec, AnyNetwork, int]] = []
         self._members: list[Member] = []
         self._others: list[TorchvisionMember] = []
+        shares = len(specs) > 1 and wanted != Wanted()
         for spec in specs:
             network = (loaded or {}).get(spec.name) or open_network(spec)
-            network, view = network.to(device).eval(), views.index(spec.view)
+            network, view = network.to(self._device).eval(), views.index(spec.view)
+            self._all.append((spec, network, view))
             if isinstance(network, TorchvisionNetwork):
-                if compile_them:
+                if numerics.compile:
                     network.compile(dynamic=False)
                 self._others.append(TorchvisionMember(spec, network, view))
                 continue
-            stages = _stages(spec, network) if len(specs) > 1 else [""] * (len(network.blocks) + 1)
-            if compile_them:
+            stages = _stages(spec, network) if shares else [""] * (len(network.blocks) + 1)
+            if numerics.compile:
                 for block in network.blocks:
                     block.compile(dynamic=False)
             self._members.append(Member(spec, network, view, stages))
@@ -90,6 +97,10 @@ class Networks:
         for other in self._others:
             values[other.spec.name] = self._torchvision_outputs(other, on_device[other.view])
         return values
+
+    def inputs(self, views: Sequence[np.ndarray]) -> list[tuple[AnyNetwork, Tensor]]:
+        """Return every network with its images (BCHW) of a batch of each view."""
+        return [(network, prepared(views[view], spec, network)) for spec, network, view in self._all]
 
     def _run_from_level(
         self, members: Sequence[Member], level: int, inputs: Sequence[Tensor], values: dict[str, dict[str, Tensor]]

@@ -50,11 +50,9 @@ class Counts(NamedTuple):
 
 def load_networks(plan: Plan) -> "Networks":
     """Return the networks of a plan on its device."""
-    import torch
-
     from vitray.inference.networks import Networks
 
-    return Networks(plan.networks, plan.wanted, torch.device(plan.device), compile_them=plan.options.compile)
+    return Networks(plan.networks, plan.wanted, plan.numerics)
 
 
 def predict_batch(

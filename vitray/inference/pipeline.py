@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from ray.exceptions import RayError
 
 import vitray.data.stream.stream  # quiets the log of Ray Data  # noqa: F401
 from vitray.errors import ConfigError, RunError, one_line
-from vitray.inference.listing import SCHEMA, ImageList, read_encoded
+from vitray.inference.listing import SCHEMA
 from vitray.inference.parts import load_networks, predict_batch, write_part
 from vitray.inference.plan import Plan
 
@@ -75,7 +76,7 @@ def _execute(plan: Plan, shared: ray.ObjectRef, parts: Sequence[int], bounds: Bo
     rows = rows.map_batches(decode, batch_size=1, num_cpus=1)
     actors: Any = {"compute": pool, "num_cpus": cpus, "num_gpus": gpus}
     # Without the images, which only the decoding tasks need.
-    light = plan._replace(images=ImageList(plan.images.url, SCHEMA.empty_table(), plan.images.identity))
+    light = plan._replace(images=replace(plan.images, table=SCHEMA.empty_table(), shards={}))
     # memory=1 (a byte) makes the options differ: Ray Data would fuse a task and an actor of equal options.
     rows = rows.map_batches(_Predictor, fn_constructor_args=(light,), batch_size=1, memory=1, **actors)
     # A call gets all batches of a part: rows arrive in order, one per block. Actors, because a task without an idle
@@ -119,9 +120,10 @@ def _decode_batches(task: Row, shared: ray.ObjectRef) -> Iterator[Row]:
     part, first, stop = (int(task[name][0]) for name in ("part", "first", "stop"))
     spans = [plan.span(part, batch) for batch in range(first, stop)]
     with ThreadPoolExecutor(1) as reader:  # reads a batch ahead
-        reads = [reader.submit(read_encoded, plan.images, *span) for span in spans]
+        reads = [reader.submit(plan.images.read, range(*span)) for span in spans]
         for batch, read in zip(range(first, stop), reads, strict=True):
-            views, reasons = decode_views(read.result(), views_of(plan.networks), rows=plan.options.batch)
+            contents = [image.content for image in read.result()]
+            views, reasons = decode_views(contents, views_of(plan.networks), rows=plan.numerics.batch)
             row: dict[str, Any] = {"part": part, "batch": batch, "reasons": json.dumps(reasons)}
             row |= {f"view{number}": view_BHWC for number, view_BHWC in enumerate(views)}
             yield {name: np.asarray(value)[np.newaxis] for name, value in row.items()}
@@ -133,7 +135,7 @@ class _Predictor:
     def __init__(self, plan: Plan) -> None:
         import torch
 
-        torch.set_num_threads(1)  # actors share the CPUs, and the last bits of outputs depend on the number
+        torch.set_num_threads(plan.numerics.threads)  # 1: actors share the CPUs
         self._plan, self._networks = plan, load_networks(plan)
 
     def __call__(self, row: Row) -> Row:

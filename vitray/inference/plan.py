@@ -14,7 +14,7 @@ from vitray.config.model_names import is_vit, parse_name
 from vitray.config.parsing import short
 from vitray.errors import ConfigError, RunError, nearest
 from vitray.inference.listing import ImageList
-from vitray.inference.network_spec import NetworkSpec, Wanted
+from vitray.inference.network_spec import NetworkSpec, Numerics, Wanted
 from vitray.system import storage
 
 FORMAT = 1
@@ -59,6 +59,11 @@ class Plan(NamedTuple):
         return Wanted(bool(options.top_k or options.logits), options.embedding, options.levels)
 
     @property
+    def numerics(self) -> Numerics:
+        """How the networks compute."""
+        return Numerics(self.device, 1, self.options.batch, self.options.compile)
+
+    @property
     def batches(self) -> int:
         """The batches of a part."""
         return -(-self.options.part // self.options.batch)
@@ -90,7 +95,7 @@ class Plan(NamedTuple):
             {"format": FORMAT, "networks": networks, "class names": _hash(classes), "probabilities": probabilities}
             | images
             | options
-            | {"device": self.device}
+            | self.numerics._asdict()
         )
 
     @property

@@ -5,9 +5,10 @@ import torch
 
 from vitray.config import Run
 from vitray.data.augment.mixing import normalized
-from vitray.data.augment.views import View, decode_views, usable
+from vitray.data.augment.views import View
 from vitray.data.shards.manifest import Dataset
-from vitray.data.stream.decoding import locate_rows, read_rows
+from vitray.data.stream.decoding import locate_rows
+from vitray.inference.images import split_images
 from vitray.inspection.report.subjects import at_even_distances
 from vitray.inspection.rollout import attention_maps
 from vitray.metrics.arrays import Examples
@@ -51,12 +52,9 @@ def read_examples(resolved: ResolvedRun) -> tuple[np.ndarray, np.ndarray]:
     """Return the evaluation's views of a few images (BHWC, uint8) and their labels, without corrupt images."""
     run, dataset, split = resolved.run, resolved.dataset, resolved.run.data.evaluated
     assert split is not None
-    rows = locate_rows(dataset, split)
     chosen, _ = choose_examples(run, dataset, resolved.holdout_mask)
-    contents, labels, _ = zip(*read_rows(chosen, rows).values(), strict=True)
-    [views_BHWC], reasons = decode_views(contents, [View(run.data.eval_crop, run.model.image_shape)])
-    has_pixels = usable(reasons)
-    return views_BHWC[has_pixels], np.array(labels, np.int64)[has_pixels]
+    view = View(run.data.eval_crop, run.model.image_shape)
+    return split_images(dataset, split).read_views(chosen.tolist(), view)
 
 
 def choose_examples(run: Run, dataset: Dataset, holdout_mask: np.ndarray | None) -> tuple[np.ndarray, int]:

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor
 from vitray.config import Run
 from vitray.config.figures import NEEDS
 from vitray.data.shards.manifest import Dataset
-from vitray.inference.images import open_images
+from vitray.inference.images import split_images
 from vitray.inference.models import spec_of
 from vitray.inspection.report.drawings import FigureResult, file_name
 from vitray.inspection.report.figures import make_figure
 from vitray.inspection.report.measuring import measure
-from vitray.inspection.report.subjects import ChosenImages, Subject, images_of, view_of
+from vitray.inspection.report.subjects import ChosenImages, Subject, images_of
 from vitray.models.vit import ViT
 from vitray.pages.plotting import LIGHT, to_png
 from vitray.training.examples import choose_examples
@@ -27,11 +28,11 @@ def read_shown_images(run: Run, dataset: Dataset, holdout_mask: np.ndarray | Non
     data = run.data
     assert data.evaluated is not None
     rows, total = choose_examples(run, dataset, holdout_mask)
-    images = images_of(open_images(dataset.url, data.evaluated), rows.tolist(), total)
+    images = images_of(split_images(dataset, data.evaluated), rows.tolist(), total)
     if holdout_mask is None:
         return images
     part = f", {data.holdout:.0%} held out"
-    return images._replace(name=images.name + part, origin=images.origin + part)
+    return replace(images, name=images.name + part, origin=images.origin + part)
 
 
 def make_results(subject: Subject, names: Sequence[str]) -> list[FigureResult]:
@@ -50,8 +51,8 @@ def draw_figures(
     vit.to(device).eval().requires_grad_(False)
     classes = images.classes if run.model.num_classes == len(images.classes) else None
     spec = spec_of(run, vit, classes, "", title)
-    views_BHWC = np.stack([view_of(image, spec) for image in images.shown])
-    results = make_results(Subject(title, spec, vit, images, views_BHWC), run.evaluate.figures)
+    subject = Subject(title, spec, vit, images, images.shown_views(spec))
+    results = make_results(subject, run.evaluate.figures)
     end = f"-{file_name(title)}"
     drawings = [drawing for result in results for drawing in result.drawings]
     return {drawing.file.removesuffix(end): to_png(drawing.draw(LIGHT)) for drawing in drawings}

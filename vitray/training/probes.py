@@ -14,10 +14,11 @@ from vitray.config import Run
 from vitray.config.probes import PROBE_TRAITS
 from vitray.data.augment.keyed_random import raw_draws
 from vitray.data.augment.mixing import normalized
-from vitray.data.augment.views import View, decode_views, usable
+from vitray.data.augment.views import View
 from vitray.data.shards.manifest import Dataset
-from vitray.data.stream.decoding import SplitRows, locate_rows, read_labels, read_rows
+from vitray.data.stream.decoding import locate_rows, read_labels
 from vitray.errors import ConfigError
+from vitray.inference.images import split_images
 from vitray.inspection.attention_distance import attention_distances
 from vitray.metrics.arrays import Labeled, ProbeInputs
 from vitray.metrics.probes import probe_scores
@@ -29,8 +30,6 @@ from vitray.models.probabilities import probability_of
 BATCH = 64
 # Images whose attention is measured; the ViT paper has as many.
 ATTENTION_IMAGES = 128
-# Rows whose encoded images are in memory together.
-ROWS_AT_ONCE = 256
 
 
 class ProbedSplit(NamedTuple):
@@ -62,17 +61,15 @@ def read_probe_images(run: Run, dataset: Dataset, holdout_mask: np.ndarray | Non
     assert run.data.evaluated is not None
     learns = any(PROBE_TRAITS[name].learns for name in run.evaluate.probes)
     train = _read_split(run, dataset, run.data.train, None if holdout_mask is None else ~holdout_mask)
-    return ProbeImages(
-        train if learns else None,
-        _read_split(run, dataset, run.data.evaluated, holdout_mask),
-        len(dataset.classes),
-    )
+    val = _read_split(run, dataset, run.data.evaluated, holdout_mask)
+    return ProbeImages(train if learns else None, val, len(dataset.classes))
 
 
 def read_probe_labels(run: Run, dataset: Dataset, holdout_mask: np.ndarray | None) -> np.ndarray:
     """Return the labels of the images that probes learn from, also of those that cannot be decoded."""
-    rows, chosen = _choose_images(run, dataset, run.data.train, None if holdout_mask is None else ~holdout_mask)
-    return read_labels(chosen, rows)
+    rows = locate_rows(dataset, run.data.train)
+    mask = None if holdout_mask is None else ~holdout_mask
+    return read_labels(_choose_images(run, run.data.train, int(rows.starts[-1]), mask), rows)
 
 
 def choose_rows(split: str, used: np.ndarray, number: int) -> np.ndarray:
@@ -118,24 +115,18 @@ def network_weights(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tens
     return merge_lora(network)
 
 
-def _choose_images(run: Run, dataset: Dataset, split: str, mask: np.ndarray | None) -> tuple[SplitRows, np.ndarray]:
-    """Return the location of a split's rows, and the rows of the images."""
-    rows = locate_rows(dataset, split)
-    used = np.arange(rows.starts[-1]) if mask is None else np.flatnonzero(mask)
-    return rows, choose_rows(split, used, run.evaluate.probe_images)
+def _choose_images(run: Run, split: str, total: int, mask: np.ndarray | None) -> np.ndarray:
+    used = np.arange(total) if mask is None else np.flatnonzero(mask)
+    return choose_rows(split, used, run.evaluate.probe_images)
 
 
 def _read_split(run: Run, dataset: Dataset, split: str, mask: np.ndarray | None) -> ProbedSplit:
-    rows, chosen = _choose_images(run, dataset, split, mask)
-    view, parts, labels = View(run.data.eval_crop, run.model.image_shape), [], []
-    for at in range(0, len(chosen), ROWS_AT_ONCE):
-        contents, part_labels, _ = zip(*read_rows(chosen[at : at + ROWS_AT_ONCE], rows).values(), strict=True)
-        [views_BHWC], reasons = decode_views(contents, [view])
-        parts.append(views_BHWC[usable(reasons)])
-        labels.append(np.array(part_labels, np.int64)[usable(reasons)])
-    if not sum(map(len, parts)):
+    images = split_images(dataset, split)
+    chosen = _choose_images(run, split, len(images), mask)
+    views_NHWC, labels = images.read_views(chosen.tolist(), View(run.data.eval_crop, run.model.image_shape))
+    if not len(views_NHWC):
         raise ConfigError(f"{dataset.url}: {split}: none of {len(chosen)} images for the probes can be decoded")
-    return ProbedSplit(np.concatenate(parts), np.concatenate(labels))
+    return ProbedSplit(views_NHWC, labels)
 
 
 def _run_network(vit: AnyNetwork, run: Run, split: ProbedSplit, device: torch.device) -> NetworkOutputs:

@@ -22,8 +22,9 @@ from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError
 from vitray.evaluation.classes import class_numbers
 from vitray.evaluation.evaluate import DEFAULT_FOLDER, MAX_CORRUPT, Network, open_networks
+from vitray.inference.engine import numerics_of
 from vitray.inference.models import describe_network
-from vitray.inference.outputs import Work, compute_outputs
+from vitray.inference.outputs import BATCH, Work, compute_outputs
 from vitray.runs.resolve import check_storage
 from vitray.runs.train import train
 from vitray.system import storage
@@ -221,8 +222,9 @@ def _fine_tune(request: VtabRequest, folder: str, cell: _Cell) -> dict[str, Any]
         return record | {"top1": outcome.val_top1}
     assert outcome.model is not None, "a run without a scheduler ends with a model"
     (spec, vit), test = describe_network(outcome.model), cell.task.test
-    work = Work(spec._replace(name=cell.name), test, ("logits",), storage.join(folder, "outputs"))
-    outputs = compute_outputs(work._replace(max_corrupt=request.max_corrupt), request.workers, vit)
+    named, numerics = spec._replace(name=cell.name), numerics_of(request.workers, BATCH)
+    work = Work(named, test, ("logits",), storage.join(folder, "outputs"), numerics, max_corrupt=request.max_corrupt)
+    outputs = compute_outputs(work, request.workers, vit)
     assert outputs.logits is not None
     hits = int((outputs.logits.argmax(1) == class_numbers(spec, test)[outputs.labels]).sum())
     return record | {"hits": hits, "images": len(outputs.labels), "left_out": len(outputs.left_out)}

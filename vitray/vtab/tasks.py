@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.data.augment.decode import UndecodableImage
 from vitray.data.shards.manifest import (
     MANIFEST,
     Dataset,
@@ -25,7 +25,7 @@ from vitray.data.shards.manifest import (
 )
 from vitray.errors import ConfigError
 from vitray.evaluation.probes import open_training
-from vitray.inference.images import EncodedImage, ImageSet, open_images, read_encoded, read_names
+from vitray.inference.images import EncodedImage, ImageSet, open_images
 from vitray.system import storage
 from vitray.vtab.protocol import DEVELOPMENT, TRAIN, hash_order
 
@@ -57,14 +57,14 @@ def open_tasks(words: Sequence[str], train_split: str, split: str) -> list[Task]
                 f"--vtab: got {word!r}, expected GROUP=DATA, as in natural=data/pets; settings come before --vtab"
             )
         test = open_images(url, split)
-        if not test.images:
+        if not len(test):
             raise ConfigError(f"{test.url}: {test.split} has no images")
         train = open_training(test, train_split)
         if unknown := sorted(set(test.classes) - set(train.classes)):
             raise ConfigError(f"{test.url}: {test.split} has the class {unknown[0]!r}, which {train.split} lacks")
         if same := next((task for task in tasks if task.name == train.name), None):
             raise ConfigError(f"--vtab: {same.train.url} and {train.url} have one name; expected distinct names")
-        tasks.append(Task(train.name, group, hash_order(train.name, read_names(train)), train, test))
+        tasks.append(Task(train.name, group, hash_order(train.name, train.read_names()), train, test))
     return tasks
 
 
@@ -107,9 +107,9 @@ def write_subset(task: Task, folder: str) -> Dataset:
 def _decodable(task: Task, left_out: list[str]) -> Iterator[EncodedImage]:
     """Yield the images that can be decoded, by ascending hash, and list the others."""
     for start in range(0, len(task.order), READ_AT_ONCE):
-        for image in read_encoded(task.train, task.order[start : start + READ_AT_ONCE].tolist()):
+        for image in task.train.read_labeled(task.order[start : start + READ_AT_ONCE].tolist()):
             try:
-                decode_image(image.content)
+                image.pixels()
             except UndecodableImage as error:
                 left_out.append(f"{image.key} ({error})")
                 continue
@@ -120,7 +120,7 @@ def _colors(images: Sequence[EncodedImage]) -> tuple[tuple[float, float, float],
     """Return mean and deviation of red, green and blue over all pixels."""
     pixels, sums_C, squares_C = 0, np.zeros(3), np.zeros(3)
     for image in images:
-        pixels_PC = decode_image(image.content).reshape(-1, 3) / 255
+        pixels_PC = image.pixels().reshape(-1, 3) / 255
         pixels += len(pixels_PC)
         sums_C += pixels_PC.sum(0)
         squares_C += (pixels_PC**2).sum(0)

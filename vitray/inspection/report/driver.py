@@ -3,9 +3,9 @@
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from vitray.cluster.storage_check import check_writable
@@ -16,7 +16,7 @@ from vitray.inspection.report.drawings import file_name
 from vitray.inspection.report.figures import FIGURES, choose_figures, make_figure
 from vitray.inspection.report.measuring import measure
 from vitray.inspection.report.page import PAGE, Inspection, render
-from vitray.inspection.report.subjects import MOST_SHOWN, ChosenImages, Subject, choose_images, view_of
+from vitray.inspection.report.subjects import MOST_SHOWN, ChosenImages, Subject, choose_images
 from vitray.inspection.report.tracking import track_inspection
 from vitray.models.network import vit_of
 from vitray.system import storage
@@ -103,13 +103,13 @@ def make_figures(request: Request) -> tuple[Inspection, str]:
     for title, (spec, network) in zip(titles, described, strict=True):
         if request.levels is not None:
             check_levels(vit_of(network, f"{spec.url}: --levels"), request.levels)
-        shown_BHWC = None if images is None else np.stack([view_of(image, spec) for image in images.shown])
+        shown_BHWC = None if images is None else images.shown_views(spec)
         subjects.append(Subject(title, spec, network.to(device), images, shown_BHWC, request.levels))
     folder = request.out or storage.join(DEFAULT_FOLDER, _folder_name(titles, images))
     check_writable(folder)
     subjects, left_out = measure(subjects, names, request.workers)
     if images is not None and left_out:
-        images = images._replace(left_out=left_out)
+        images = replace(images, left_out=left_out)
     results = []
     for name in names:
         print(f"{name} ...", file=sys.stderr)

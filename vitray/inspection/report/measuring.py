@@ -1,28 +1,21 @@
 """Measurements over many images for the figures, in chunks: in this process, or on the actors of a cluster.
 
-A chunk is a mini-batch of CKA, so that the values do not depend on where they are computed. No more than one chunk of
-pixels exists at a time in a process.
+A chunk is a mini-batch of CKA, so that the values do not depend on where they are computed. No more than two chunks of
+pixels exist at a time in a process.
 """
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from vitray.config.figures import NEEDS
-from vitray.data.augment.decode import UndecodableImage
 from vitray.data.shards.ray_tasks import ProgressLine
-from vitray.inference.actors import Span, actor_session, chunks_on_actors, needs_actors
-from vitray.inference.extractor import decoding_threads
-from vitray.inference.images import EncodedImage
-from vitray.inference.models import open_network
-from vitray.inference.network_spec import NetworkSpec
+from vitray.inference.engine import Job, Span, actor_session, needs_actors, numerics_of, run_job
+from vitray.inference.networks import Networks
 from vitray.inspection.report.figures import FIGURES
-from vitray.inspection.report.subjects import ChosenImages, Subject, View, prepared, view_of
-from vitray.models.network import AnyNetwork
+from vitray.inspection.report.subjects import Subject, View
 from vitray.models.vit import ViT
 
 # The most images of a chunk.
@@ -31,63 +24,28 @@ CHUNK = 32
 MOST_IN_PROCESS = 64
 
 
-class Chunk(NamedTuple):
-    """The measurements of a chunk by figure, one of each network or None where it has none; and the images left out."""
+class MeasureBatch(NamedTuple):
+    """What some figures need of a batch; a picklable function."""
 
-    values: dict[str, list[Any]]
-    left_out: tuple[str, ...]
+    names: Sequence[str]
+    levels: Sequence[int] | None
+    on_passed: Callable[[int], None] | None = None
+    """Counts the images of each value."""
 
-
-class Inspector:
-    """Networks over chunks of images in one process."""
-
-    def __init__(
-        self,
-        specs: Sequence[NetworkSpec],
-        images: ChosenImages,
-        levels: Sequence[int] | None,
-        vits: Sequence[AnyNetwork] | None = None,
-        decoders: int | None = None,
-    ) -> None:
-        """`decoders` is the number of threads that decode; None is the share of a device of this process."""
-        self._specs, self._images, self._levels = specs, images, levels
-        self._vits = list(vits or ())
-        self._decoders = ThreadPoolExecutor(decoders or decoding_threads())
-        self._lock = threading.Lock()
-
-    def load(self) -> None:
-        """Load the networks, before the first call of `extract`: an actor's constructor would hide the error."""
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._vits = [vit.to(device) for vit in self._vits or [open_network(spec) for spec in self._specs]]
-
-    def extract(
-        self, start: int, stop: int, names: Sequence[str], on_passed: Callable[[int], None] = lambda _: None
-    ) -> Chunk:
-        """Return the values of some of the chosen images; `on_passed` counts images for each value."""
-        seen = list(self._decoders.map(self._seen, self._images.read(start, stop)))
-        left_out = tuple(each for each in seen if isinstance(each, str))
-        pixels = [each for each in seen if not isinstance(each, str)]
-        if not pixels:
-            return Chunk({}, left_out)
-        views: list[View] = []
-        with self._lock:
-            for place, (spec, vit) in enumerate(zip(self._specs, self._vits, strict=True)):
-                images_BCHW = prepared(np.stack([each[place] for each in pixels]), spec, vit)
-                views.append(View(vit, images_BCHW, self._levels, views[0] if views else None))
-            return Chunk(measure_views(views, names, on_passed), left_out)
-
-    def _seen(self, image: EncodedImage) -> list[np.ndarray] | str:
-        """The image as each network sees it, or the reason why there is none."""
-        try:
-            return [view_of(image, spec) for spec in self._specs]
-        except UndecodableImage as error:
-            return f"{image.key} ({error})"
+    def __call__(self, networks: Networks, views: Sequence[np.ndarray], has_pixels: np.ndarray) -> dict[str, list[Any]]:
+        """Return the values by figure, one of each network."""
+        if not has_pixels.any():
+            return {}
+        seen: list[View] = []
+        for network, images_BCHW in networks.inputs([view_BHWC[has_pixels] for view_BHWC in views]):
+            seen.append(View(network, images_BCHW, self.levels, seen[0] if seen else None))
+        return measure_views(seen, self.names, self.on_passed)
 
 
 def measure_views(
-    views: Sequence[View], names: Sequence[str], on_passed: Callable[[int], None] = lambda _: None
+    views: Sequence[View], names: Sequence[str], on_passed: Callable[[int], None] | None = None
 ) -> dict[str, list[Any]]:
-    """Return the values of a chunk: for each figure, that of each network."""
+    """Return the values of a batch by figure: one of each network, None where it has none."""
     values: dict[str, list[Any]] = {name: [] for name in names}
     for name in names:
         needs, own_measure = NEEDS[name], FIGURES[name].measure
@@ -98,7 +56,8 @@ def measure_views(
             if is_vit and needs.obstacle(view.network.model):
                 applies = False
             values[name].append(own_measure(view) if applies else None)
-            on_passed(len(view.images))
+            if on_passed:
+                on_passed(len(view.images))
     return values
 
 
@@ -109,13 +68,31 @@ def measure(
     names, images = [name for name in names if FIGURES[name].measure], subjects[0].chosen
     if images is None or not names:
         return list(subjects), ()
-    chunks = list(_chunks(subjects, images, names, workers))
+    passes = len(names) * len(subjects)
+    times = f" (each image {passes} times)" if passes > 1 else ""
+    progress = ProgressLine(f"{', '.join(names)}{times}:", passes * len(images))
+    specs = [subject.spec._replace(name=subject.name) for subject in subjects]
+    workers = workers if len(images) > MOST_IN_PROCESS else 1
+    with actor_session(workers):
+        on_actors = needs_actors(workers)
+        compute = MeasureBatch(names, subjects[0].levels, None if on_actors else progress.add)
+        loaded = {subject.name: subject.network for subject in subjects}
+        job = Job(replace(images, shown=()), specs, compute, numerics_of(workers, CHUNK))
+        chunks = {}
+        for chunk in run_job(job, spans_of(len(images)), workers, loaded):
+            chunks[chunk.span] = chunk
+            if on_actors:
+                progress.add(passes * len(chunk.keys))
+    progress.end()
+    ordered = [chunks[span] for span in sorted(chunks)]
+    values = [value for chunk in ordered for value in chunk.values]
     measured = [
-        {name: joined_values([chunk.values.get(name, []) for chunk in chunks], place) for name in names}
+        {name: joined_values([each.get(name, []) for each in values], place) for name in names}
         for place in range(len(subjects))
     ]
     together = [subject._replace(measured=own) for subject, own in zip(subjects, measured, strict=True)]
-    return together, tuple(image for chunk in chunks for image in chunk.left_out)
+    pairs = [pair for chunk in ordered for pair in zip(chunk.keys, chunk.reasons, strict=True)]
+    return together, tuple(f"{key} ({reason})" for key, reason in pairs if reason is not None)
 
 
 def joined_values(chunks: Sequence[Sequence[Any]], place: int) -> list[Any]:
@@ -127,27 +104,3 @@ def spans_of(images: int) -> list[Span]:
     """Return even chunks of images: the first of each, and the one after its last."""
     parts = -(-images // CHUNK)
     return [(images * part // parts, images * (part + 1) // parts) for part in range(parts)]
-
-
-def _chunks(
-    subjects: Sequence[Subject], images: ChosenImages, names: Sequence[str], workers: int | None
-) -> list[Chunk]:
-    """The chunks in the order of the images, wherever they are computed."""
-    spans, passes = spans_of(len(images.numbers)), len(names) * len(subjects)
-    specs, levels = [subject.spec for subject in subjects], subjects[0].levels
-    times = f" (each image {passes} times)" if passes > 1 else ""
-    progress = ProgressLine(f"{', '.join(names)}{times}:", passes * len(images.numbers))
-    chunks: dict[Span, Chunk] = {}
-    if len(images.numbers) > MOST_IN_PROCESS and needs_actors(workers):
-        shared = specs, images._replace(shown=()), levels
-        with actor_session(workers):
-            for span, chunk in chunks_on_actors(Inspector, shared, [(span, names) for span in spans], workers):
-                chunks[span] = chunk
-                progress.add(passes * (span[1] - span[0]))
-    else:
-        inspector = Inspector(specs, images, levels, [subject.network for subject in subjects])
-        inspector.load()
-        for span in spans:
-            chunks[span] = inspector.extract(*span, names, progress.add)
-    progress.end()
-    return [chunks[span] for span in spans]

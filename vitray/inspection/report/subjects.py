@@ -3,19 +3,18 @@
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from vitray.data.augment.crops import crop_center
-from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.mixing import normalized
+from vitray.data.augment.views import decode_views
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.errors import ConfigError
-from vitray.inference.images import EncodedImage, ImageSet, open_images, read_with_or_without_labels
+from vitray.inference.images import EncodedImage, ImageSet, open_images, undecodable
 from vitray.inference.network_spec import NetworkSpec
+from vitray.inference.networks import prepared
 from vitray.models.network import AnyNetwork, vit_of
 from vitray.models.vit import ViT
 from vitray.system import storage
@@ -27,7 +26,8 @@ MOST_SHOWN = 64
 BATCH = 16
 
 
-class ChosenImages(NamedTuple):
+@dataclass(frozen=True)
+class ChosenImages:
     """The images of an inspection, as they are stored."""
 
     name: str
@@ -46,17 +46,25 @@ class ChosenImages(NamedTuple):
     left_out: tuple[str, ...] = ()
     """Images that cannot be decoded, each with the reason."""
 
+    def __len__(self) -> int:
+        return len(self.numbers)
+
     @property
     def used(self) -> int:
         """The number of chosen images that can be decoded."""
         return len(self.numbers) - len(self.left_out)
 
-    def read(self, start: int, stop: int) -> list[EncodedImage]:
-        """Return some of the chosen images."""
-        numbers = self.numbers[start:stop]
+    def read(self, numbers: Sequence[int]) -> list[EncodedImage]:
+        """Return some of the chosen images, by their places among these."""
+        in_source = [self.numbers[number] for number in numbers]
         if isinstance(self.source, ImageSet):
-            return read_with_or_without_labels(self.source, numbers)
-        return [self.source[number] for number in numbers]
+            return self.source.read(in_source)
+        return [self.source[number] for number in in_source]
+
+    def shown_views(self, spec: NetworkSpec) -> np.ndarray:
+        """Return the shown images as a network sees them: resized and cropped, uint8, BHWC."""
+        [views_BHWC], _ = decode_views([image.content for image in self.shown], [spec.view])
+        return views_BHWC
 
     def over(self, images: int) -> str:
         """Return a number of the images and where they are from, for a caption."""
@@ -126,31 +134,19 @@ class View(NamedTuple):
         return vit_of(self.network, "the figure")
 
 
-def prepared(images_BHWC: np.ndarray, spec: NetworkSpec, network: AnyNetwork) -> Tensor:
-    """Return images as a network takes them: normalized, BCHW, on its device."""
-    device = next(network.parameters()).device
-    return normalized(torch.from_numpy(images_BHWC).to(device), spec.normalize).contiguous()
-
-
-def view_of(image: EncodedImage, spec: NetworkSpec) -> np.ndarray:
-    """Return an image as a network sees it before normalization: resized and cropped, uint8, HWC."""
-    return crop_center(decode_image(image.content), spec.crop, spec.size)
-
-
 def choose_images(words: Sequence[str], split: str, most: int) -> ChosenImages | None:
     """Return the images of files, or images of one dataset at even distances; None for no words."""
     if not words:
         return None
     if len(words) == 1 and not IMAGE_FILE.search(words[0]):
         return _of_dataset(words[0], split, most)
-    encoded = [EncodedImage(_read_file(word), -1, word) for word in words]
-    for image in encoded:
-        try:
-            decode_image(image.content)
-        except UndecodableImage as error:
-            raise ConfigError(f"{image.key}: {error}; expected image files, or one dataset") from None
+    contents = [_read_file(word) for word in words]
+    encoded = [EncodedImage(content, -1, word) for content, word in zip(contents, words, strict=True)]
+    for image, reason in zip(encoded, undecodable(encoded), strict=True):
+        if reason is not None:
+            raise ConfigError(f"{image.key}: {reason}; expected image files, or one dataset")
     name = words[0] if len(words) == 1 else f"{len(words)} image files"
-    identity = hashlib.sha256(b"".join(hashlib.sha256(image.content).digest() for image in encoded)).hexdigest()
+    identity = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents)).hexdigest()
     places, origin = range(len(encoded)), "the files " + ", ".join(words)
     shown = [encoded[place] for place in at_even_distances(len(encoded), MOST_SHOWN)]
     return ChosenImages(name, origin, identity, encoded, places, shown, (), len(words))
@@ -167,26 +163,21 @@ def _read_file(url: str) -> bytes:
 
 def _of_dataset(url: str, split: str, most: int) -> ChosenImages:
     images = open_images(url, split)
-    if not images.images:
+    if not len(images):
         raise ConfigError(f"{images.url}: {images.split} has no images")
-    return images_of(images, at_even_distances(images.images, most), images.images)
+    return images_of(images, at_even_distances(len(images), most), len(images))
 
 
 def images_of(images: ImageSet, numbers: Sequence[int], total: int) -> ChosenImages:
     """Return images of a dataset by their numbers, chosen from `total`; refuse them if none can be decoded."""
-    usable, left_out = [], []
-    few = [numbers[place] for place in at_even_distances(len(numbers), MOST_SHOWN)]
-    for image in read_with_or_without_labels(images, few):
-        try:
-            decode_image(image.content)
-            usable.append(image)
-        except UndecodableImage as error:
-            left_out.append(f"{image.key} ({error})")
+    few = images.read([numbers[place] for place in at_even_distances(len(numbers), MOST_SHOWN)])
+    reasons = undecodable(few)
+    usable = [image for image, reason in zip(few, reasons, strict=True) if reason is None]
+    left_out = [f"{image.key} ({reason})" for image, reason in zip(few, reasons, strict=True) if reason is not None]
     if not usable:
         raise ConfigError(f"{images.url}: none of {len(left_out)} chosen images can be decoded: {left_out[0]}")
     name, origin = f"{images.name}, {images.split}", f"{images.url}, {images.split}"
-    chosen = ChosenImages(name, origin, images.identity, images, numbers, usable, images.classes, total)
-    return chosen._replace(left_out=tuple(left_out))
+    return ChosenImages(name, origin, images.identity, images, numbers, usable, images.classes, total, tuple(left_out))
 
 
 def at_even_distances(total: int, most: int) -> list[int]:
