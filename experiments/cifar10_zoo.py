@@ -51,7 +51,7 @@ For the MLflow at `MLFLOW_TRACKING_URI`, log the folder as a model and register 
 ```python
 import mlflow
 
-from vitray.tracking.model_flavor import log_model
+from vitray.serving.flavor import log_model
 
 with mlflow.start_run() as run:
     uri = log_model(run.info.run_id, "cifar10_depth_x_branches-6x2")

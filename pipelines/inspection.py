@@ -40,7 +40,7 @@ def main(args: list[str]) -> dict[str, Any]:
 
     storage.check_there(options.model, *([options.compare] if options.compare else []))
     # Imported late, because torch takes a second.
-    from vitray.inspection.report.driver import Request, inspect_networks
+    from vitray.inspection.report.inspect_networks import Request, inspect_networks
     from vitray.inspection.report.page import file_names
 
     figures = [name for name in options.figures.split(",") if name]

@@ -37,8 +37,8 @@ from vitray.data.shards.sources import detect_source, list_source
 from vitray.data.stream import decoding
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
+from vitray.serving.pyfunc import ImageClassifier
 from vitray.system import storage
-from vitray.tracking.pyfunc import ImageClassifier
 from vitray.weights import export_weights, files, load_deltas, load_model, save_model
 from vitray.weights.delta import read_state
 

@@ -23,8 +23,8 @@ from vitray import load_deltas
 from vitray.config import Model, Run
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
+from vitray.serving.flavor import log_model
 from vitray.system import storage
-from vitray.tracking.model_flavor import log_model
 from vitray.tracking.model_registry import holder_of, move_champion, register_model
 from vitray.weights import addresses, flatten_model, identity_of, load_model, open_weights, save_model
 from vitray.weights.addresses import resolve_uri

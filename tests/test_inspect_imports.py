@@ -17,7 +17,7 @@ from transformers import ViTImageProcessor
 from pipelines.__main__ import main
 from vitray.config.figures import NEEDS
 from vitray.inspection import attention_distances, attention_maps
-from vitray.inspection.report.driver import Request, make_figures
+from vitray.inspection.report.inspect_networks import Request, make_figures
 from vitray.weights import import_weights, save_model
 
 LAYOUTS = ("timm", "timm_parallel", "torchvision", "hugging_face", "deit", "deit_parallel", "google", "big_vision")

@@ -12,9 +12,9 @@ from vitray.data.augment.views import decode_views
 from vitray.inference import engine
 from vitray.inference.images import open_images
 from vitray.inference.networks import prepared
-from vitray.inspection.report import driver, measuring
-from vitray.inspection.report.driver import Request, make_figures
+from vitray.inspection.report import inspect_networks, measuring
 from vitray.inspection.report.figures import FIGURES
+from vitray.inspection.report.inspect_networks import Request, make_figures
 from vitray.inspection.report.measuring import CHUNK, spans_of
 from vitray.inspection.report.subjects import MOST_SHOWN, at_even_distances
 from vitray.models.vit import ViT
@@ -118,6 +118,8 @@ def test_few_images_stay_in_this_process(place, monkeypatch):
 
 def test_figures_that_measure_nothing_read_only_the_shown_images(place, monkeypatch):
     chosen = []
-    monkeypatch.setattr(driver, "measure", lambda subjects, *_: chosen.append(subjects[0].chosen) or (subjects, ()))
+    monkeypatch.setattr(
+        inspect_networks, "measure", lambda subjects, *_: chosen.append(subjects[0].chosen) or (subjects, ())
+    )
     figures_of(place, figures=["filters"], compare=None)
     assert len(chosen[0].numbers) == MOST_SHOWN

@@ -21,10 +21,10 @@ from vitray import Model, Run, ViT, inspect, save_model
 from vitray.config.figures import NEEDS, FigureNeeds
 from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
-from vitray.inspection.report import driver, figures
+from vitray.inspection.report import figures
 from vitray.inspection.report.drawings import Rendered
-from vitray.inspection.report.driver import Request, make_figures
 from vitray.inspection.report.figures import FIGURES, Figure, choose_figures
+from vitray.inspection.report.inspect_networks import Request, make_figures
 from vitray.inspection.report.page import file_names, render
 from vitray.pages.plotting import new_figure
 
@@ -35,7 +35,7 @@ CLASSES = ["cat & <dog>", "owl", "猫"]
 @pytest.fixture(autouse=True)
 def untracked(monkeypatch):
     """Without the tracking store that a user of this folder may have."""
-    monkeypatch.setattr(driver, "has_store", lambda: False)
+    monkeypatch.setattr(inspect_networks, "has_store", lambda: False)
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,12 @@ from vitray.evaluation.evaluate import Request, evaluate
 from vitray.inspection.report import driver as inspection_driver
 from vitray.system import host_facts
 from vitray.system.mlflow_client import open_client, tracking_uri
-from vitray.tracking.lineage import FOLDER_TAG, ModelScores, TrackedDataset
+from vitray.tracking.lineage import ModelScores, TrackedDataset
 from vitray.tracking.spool import RECORDS, Spool
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.tracking.uploader import Uploader
 from vitray.weights import load_model, save_model
-from vitray.weights.addresses import resolve_uri
+from vitray.weights.addresses import FOLDER_TAG, resolve_uri
 
 EXPERIMENT = "linked"
 DIGEST = "0123456789abcdef" * 4
@@ -52,7 +52,7 @@ def logged(monkeypatch):
         client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
         return client.finalize_logged_model(model.model_id, "READY").model_uri
 
-    monkeypatch.setitem(sys.modules, "vitray.tracking.model_flavor", SimpleNamespace(log_model=log_model))
+    monkeypatch.setitem(sys.modules, "vitray.serving.flavor", SimpleNamespace(log_model=log_model))
 
 
 def begin(uid="u1", name="run", tags=None):

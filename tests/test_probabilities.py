@@ -14,15 +14,15 @@ from vitray.data.augment.decode import decode_image
 from vitray.data.augment.mixing import normalized
 from vitray.data.augment.views import decode_views
 from vitray.evaluation.evaluate import Request, compute_evaluation
+from vitray.inference.answers import probabilities
 from vitray.inference.listing import list_images
 from vitray.inference.models import describe_network
 from vitray.inference.networks import views_of
 from vitray.inference.parts import arrays_of, load_networks, predict_batch
 from vitray.inference.plan import Options, Plan, check_options
 from vitray.models.probabilities import probabilities_of, probability_of
-from vitray.tracking.pyfunc import ImageClassifier
+from vitray.serving.pyfunc import ImageClassifier
 from vitray.weights import load_deltas
-from vitray.weights.classify import probabilities
 
 BCE = {"task.loss": "bce"}
 

@@ -27,7 +27,7 @@ from PIL import Image
 from test_deltas import fresh, is_attention, tuned
 from test_serve import CLASSES, form, logged_answer, png, store_network
 
-from vitray.tracking.model_flavor import log_model
+from vitray.serving.flavor import log_model
 from vitray.tracking.model_registry import register_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]

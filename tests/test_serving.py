@@ -35,8 +35,8 @@ from torchvision.transforms.v2 import functional as vision
 from vitray.config import Run
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
+from vitray.serving.flavor import REQUIREMENTS, log_family, log_model
 from vitray.system import storage
-from vitray.tracking.model_flavor import REQUIREMENTS, log_family, log_model
 from vitray.weights import load_model, save_model
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]

@@ -17,7 +17,7 @@ from vitray.config import Model
 from vitray.errors import ConfigError
 from vitray.inspection import feature_changes, first_filters, level_grams, spectra, tensor_changes, window_terms
 from vitray.inspection.report.drawings import Rendered
-from vitray.inspection.report.driver import Request, make_figures
+from vitray.inspection.report.inspect_networks import Request, make_figures
 from vitray.inspection.report.page import render
 from vitray.inspection.report.subjects import choose_images
 from vitray.inspection.states import run_states

@@ -22,13 +22,13 @@ from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
+from vitray.inference.answers import answer, class_names
 from vitray.inference.models import describe_network
 from vitray.inference.plan import Options, check_options, column_widths
 from vitray.models.torchvision_networks import TorchvisionNetwork, stage_widths
 from vitray.serving.hosted import Hosted, check_tasks
-from vitray.tracking.pyfunc import ImageClassifier
+from vitray.serving.pyfunc import ImageClassifier
 from vitray.weights import load_model, save_model
-from vitray.weights.classify import answer, class_names
 
 STAGES = ("stage1", "stage2", "stage3", "stage4")
 

@@ -30,11 +30,11 @@ from vitray.system import host_facts, mlflow_client, processes, storage
 from vitray.system.mlflow_client import open_client, tracking_uri
 from vitray.tracking import model_registry, tracker, ui_server
 from vitray.tracking.flush import close_dead_runs, flush_all
-from vitray.tracking.lineage import FOLDER_TAG
 from vitray.tracking.model_registry import PROMOTION_TAG
 from vitray.tracking.spool import Spool, now, spool_dir
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.tracking.uploader import Uploader
+from vitray.weights.addresses import FOLDER_TAG
 
 EXPERIMENT = "vitray"
 ROOT = Path(__file__).parent.parent
@@ -563,7 +563,7 @@ def logged(monkeypatch):
         client.finalize_logged_model(model.model_id, "READY")
         return model.model_uri
 
-    monkeypatch.setitem(sys.modules, "vitray.tracking.model_flavor", SimpleNamespace(log_model=log_model))
+    monkeypatch.setitem(sys.modules, "vitray.serving.flavor", SimpleNamespace(log_model=log_model))
     return folders
 
 
@@ -677,7 +677,7 @@ def test_an_upload_that_is_killed_leaves_no_second_model(monkeypatch, is_complet
         return model.model_uri
 
     killed = []
-    monkeypatch.setitem(sys.modules, "vitray.tracking.model_flavor", SimpleNamespace(log_model=log_model))
+    monkeypatch.setitem(sys.modules, "vitray.serving.flavor", SimpleNamespace(log_model=log_model))
     with begin() as run:
         run.model("folder", "vit", 0.5, "val")
         run.model("other")

@@ -13,7 +13,7 @@ from vitray.config import load_run
 from vitray.config.figures import FEWEST_COMPARED, NEEDS
 from vitray.data.shards import holdout_mask
 from vitray.errors import ConfigError
-from vitray.inspection.report.driver import Request, make_figures
+from vitray.inspection.report.inspect_networks import Request, make_figures
 from vitray.inspection.similarity import FEWEST_IMAGES
 from vitray.models.vit import ViT
 from vitray.runs.placement import place_workers

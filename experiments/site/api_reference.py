@@ -23,7 +23,7 @@ MODULES = {
     "vitray.config.augmentation": ("Augment",),
     "vitray.cluster.session": ("ray_session",),
     "vitray.runs.run_dir": ("Outcome",),
-    "vitray.tracking.model_flavor": ("log_family", "log_model"),
+    "vitray.serving.flavor": ("log_family", "log_model"),
 }
 TOP = """What to import, with types and meanings. `import vitray` loads neither torch nor Ray.
 

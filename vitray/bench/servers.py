@@ -27,9 +27,9 @@ from vitray.bench.rounds import circumstances, progress, write_csv
 from vitray.config import Run, load_run
 from vitray.errors import RunError
 from vitray.models.vit import ViT
+from vitray.serving.flavor import log_family, log_model
 from vitray.system.mlflow_client import import_mlflow, open_client, tracking_env
 from vitray.system.storage import scratch_folder
-from vitray.tracking.model_flavor import log_family, log_model
 from vitray.tracking.model_registry import register_model
 from vitray.weights import save_model
 

@@ -1,15 +1,13 @@
 """Inspection figures of a registered model: artifacts of the run that registers it."""
 
-import numpy as np
-
 from vitray.config import Run
 from vitray.data.shards import holdout_mask, open_dataset
 from vitray.errors import one_line
 from vitray.inference.models import describe_network
-from vitray.inspection.report.driver import Request, draw_files
 from vitray.inspection.report.figures import choose_figures
+from vitray.inspection.report.inspect_networks import Request, draw_files
 from vitray.inspection.report.page import Inspection
-from vitray.inspection.report.subjects import Subject, view_of
+from vitray.inspection.report.subjects import Subject
 from vitray.inspection.report.tracking import log_files
 from vitray.models.network import vit_of
 from vitray.runs.run_dir import stored_run
@@ -42,7 +40,7 @@ def inspect_model(run: Run, model: str) -> Inspection:
         dataset, holdout = open_dataset(run.data.url), run.data.holdout
         mask = holdout_mask(dataset, run.data.train, holdout) if holdout else None
         images = read_shown_images(run, dataset, mask)
-        views_BHWC = np.stack([view_of(image, spec) for image in images.shown])
+        views_BHWC = images.shown_views(spec)
         command = command._replace(words=[dataset.url], split=run.data.evaluated, images=run.evaluate.examples)
     names = run.evaluate.figures or (DEFAULT if images else choose_figures([], has_images=False, has_two=False))
     subject = Subject(spec.name, spec, vit, images, views_BHWC)

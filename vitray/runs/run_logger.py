@@ -39,12 +39,12 @@ from vitray.runs.run_summary import (
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.system import host_facts, storage
 from vitray.tracking.lineage import ModelScores
-from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.training import checkpoints, messages
 from vitray.training.profiling import peak_flops
 from vitray.training.resolved import ResolvedRun
 from vitray.weights import SavedModel
+from vitray.weights.addresses import BASE_IDENTITY_TAG, BASE_TAG
 from vitray.weights.freezing import audit_table
 
 # Share of the time above which the warning appears.

@@ -10,10 +10,10 @@ import torch
 from vitray.config.serving import BASE_TASK, Serving, default_task, unknown_task
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.errors import ConfigError, one_line
+from vitray.inference.answers import check_classifier, class_names, is_classifier, probabilities, view_of
 from vitray.serving.request_body import BadRequest
 from vitray.weights import identity_of
 from vitray.weights.addresses import is_model_uri, pin_uri
-from vitray.weights.classify import check_classifier, class_names, is_classifier, probabilities, view_of
 from vitray.weights.delta import read_state
 from vitray.weights.family import Family, Member
 from vitray.weights.folder import check_member, has_settings, read_member

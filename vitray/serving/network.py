@@ -11,9 +11,9 @@ import torch
 from ray import serve
 
 from vitray.config.serving import Serving
+from vitray.inference.answers import answer, class_names
 from vitray.serving.hosted import Hosted, Item, logger
 from vitray.serving.request_body import BadRequest
-from vitray.weights.classify import answer, class_names
 
 # Batches in a row at which the replica was broken, after which Serve replaces it.
 MOST_FAILURES = 3

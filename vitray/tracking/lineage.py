@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from vitray.config import load_run
 from vitray.config.training import Tracking
 from vitray.system import storage
-from vitray.weights.addresses import CHECKPOINT_TAG, find_logged_model, is_model_uri, resolve_uri
+from vitray.weights.addresses import CHECKPOINT_TAG, FOLDER_TAG, find_logged_model, is_model_uri, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel, Run
 
-# Tag of a logged model: its folder.
-FOLDER_TAG = "vitray.folder"
 # Tags of an evaluation's run.
 TRAINING_RUN_TAG, VERSION_TAG = "vitray.training_run", "vitray.model_version"
 # MLflow's limit.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vitray.errors import ConfigError, one_line, redact_uri
 from vitray.system.mlflow_client import database_file, import_mlflow, in_time, open_client, tracking_uri, user_dir
-from vitray.weights.addresses import NOT_FOUND
+from vitray.weights.addresses import BASE_IDENTITY_TAG, BASE_TAG, NOT_FOUND
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
 # Tag of a run: its identity in vitray.
 UID_TAG = "vitray.uid"
-# Tags of a logged delta and of its registered version: the address and the hash of its base network.
-BASE_TAG, BASE_IDENTITY_TAG = "vitray.base", "vitray.base_identity"
-# Tag of a logged family: its tasks.
-TASKS_TAG = "vitray.tasks"
 # Tags of a version: its top-1 at the end of training, and a hash of the images and classes that it was scored on.
 TOP1_TAG, SCORED_ON_TAG = "val/top1", "vitray.scored_on"
 # Tag of a version: the result of its last comparison with the holder of an alias.

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from vitray.errors import ConfigError, one_line
 from vitray.system.mlflow_client import artifact_root, open_client, tracking_env
-from vitray.tracking.lineage import FOLDER_TAG, log_checkpoint, log_datasets, log_image, log_link, log_scores
+from vitray.tracking.lineage import log_checkpoint, log_datasets, log_image, log_link, log_scores
 from vitray.tracking.model_registry import UID_TAG, move_champion, register_model
 from vitray.tracking.spool import Spool, SpoolCursor, SpoolRecord, spool_dir
+from vitray.weights.addresses import FOLDER_TAG
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -253,7 +254,7 @@ class Uploader:
         self.client.log_batch(run_id, tags=entities, synchronous=True)
 
     def _send_model(self, run_id: str, body: dict[str, Any]) -> None:
-        from vitray.tracking.model_flavor import log_model
+        from vitray.serving.flavor import log_model
 
         with tracking_env(self.uri):
             tag, run = f"vitray.model.{body['id']}", self.client.get_run(run_id)

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 GRAMMAR = "models:/name@alias, models:/name/3, models:/m-<id> or runs:/<run id>/<path>"
 
-# Tag of a logged model that is a checkpoint: its folder.
-CHECKPOINT_TAG = "vitray.checkpoint"
+# Tags of a logged model: its folder, of a model and of a checkpoint.
+FOLDER_TAG, CHECKPOINT_TAG = "vitray.folder", "vitray.checkpoint"
+# Tags of a logged delta and of its registered version: the address and the hash of its base network.
+BASE_TAG, BASE_IDENTITY_TAG = "vitray.base", "vitray.base_identity"
+# Tag of a logged family: its tasks.
+TASKS_TAG = "vitray.tasks"
 
 # The model folder inside a logged model: mlflow.pyfunc stores the artifact `model` there.
 MODEL_DIR = "artifacts/model"

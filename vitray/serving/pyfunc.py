@@ -19,7 +19,7 @@ from mlflow.pyfunc.model import PythonModel, PythonModelContext
 from vitray.config.serving import BASE_TASK, default_task, unknown_task
 from vitray.data.augment.decode import UndecodableImage, check_size, decode_image
 from vitray.errors import LONGEST_MESSAGE, cut_middle, printable
-from vitray.weights.classify import answer, class_names, is_classifier, probabilities, view_of
+from vitray.inference.answers import answer, class_names, is_classifier, probabilities, view_of
 from vitray.weights.family import Member
 from vitray.weights.folder import load_deltas
 

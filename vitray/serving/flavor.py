@@ -20,12 +20,18 @@ from PIL import Image
 from vitray.config import Run, load_run
 from vitray.config.serving import BASE_TASK, is_task_name
 from vitray.errors import ConfigError, cut_middle
+from vitray.inference.answers import check_classifier, is_classifier
 from vitray.system import storage
 from vitray.system.storage import scratch_folder
-from vitray.tracking.lineage import FOLDER_TAG
-from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG, TASKS_TAG
-from vitray.weights.addresses import MODEL_DIR, pin_uri, resolve_uri
-from vitray.weights.classify import check_classifier, is_classifier
+from vitray.weights.addresses import (
+    BASE_IDENTITY_TAG,
+    BASE_TAG,
+    FOLDER_TAG,
+    MODEL_DIR,
+    TASKS_TAG,
+    pin_uri,
+    resolve_uri,
+)
 from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, Delta, identity_of, read_delta, read_state
 from vitray.weights.folder import check_member, flatten_model, load_model, load_tokenizer
 
