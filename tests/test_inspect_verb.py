@@ -21,7 +21,7 @@ from vitray import Model, Run, ViT, inspect, save_model
 from vitray.config.figures import NEEDS, FigureNeeds
 from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
-from vitray.inspection.report import figures
+from vitray.inspection.report import figures, inspect_networks
 from vitray.inspection.report.drawings import Rendered
 from vitray.inspection.report.figures import FIGURES, Figure, choose_figures
 from vitray.inspection.report.inspect_networks import Request, make_figures
