@@ -6,6 +6,7 @@ import re
 import shutil
 import tarfile
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,7 +180,7 @@ def test_classes_are_matched_by_name(place, tmp_path):
 def test_networks_of_another_order_are_not_compared_on_images_without_names(place):
     """Both would be scored by number, one of them wrongly."""
     spec, images = describe_network(str(place / "a"))[0], open_images(str(place / "data"), "val")
-    other, unnamed = spec._replace(classes=spec.classes[::-1]), images._replace(classes=tuple(map(str, range(10))))
+    other, unnamed = spec._replace(classes=spec.classes[::-1]), replace(images, classes=tuple(map(str, range(10))))
     check_same_classes([spec, other], images)
     check_same_classes([spec, spec], unnamed)
     with pytest.raises(ConfigError, match=r"got another order than that of .*, and .* has only the numbers"):
@@ -196,7 +197,7 @@ def test_a_named_and_an_unnamed_network_agree_by_number(place):
 def test_names_that_look_like_numbers_are_matched_by_name(place):
     spec, images = describe_network(str(place / "a"))[0], open_images(str(place / "data"), "val")
     names = tuple(sorted(map(str, range(1, 11))))  # 1, 10, 2, ...
-    images = images._replace(classes=tuple(map(str, range(3))))
+    images = replace(images, classes=tuple(map(str, range(3))))
     assert class_numbers(spec._replace(classes=("0", "1", "10", "2"), num_classes=4), images).tolist() == [0, 1, 3]
     assert class_numbers(spec._replace(classes=names), images).tolist()[:3] == [0, 1, 2]  # it has no 0
     assert class_numbers(spec._replace(classes=None), images).tolist()[:3] == [0, 1, 2]
@@ -223,13 +224,13 @@ def test_a_network_and_images_without_names_have_numbers_as_names(place, tmp_pat
 def test_classes_of_the_same_name_stay_apart(place):
     spec, images = describe_network(str(place / "a"))[0], open_images(str(place / "data"), "val")
     twice = ("crane", "crane", *SHAPES[2:])
-    spec, images = spec._replace(classes=twice), images._replace(classes=twice)
+    spec, images = spec._replace(classes=twice), replace(images, classes=twice)
     assert class_numbers(spec, images).tolist() == list(range(10))
     check_same_classes([spec, spec], images)
     assert all_classes(images, images) == list(twice)
     found = Outputs(np.arange(2), ["a", "b"], np.array([0, 1]), None, np.zeros((2, 4)), ())
     assert numbered(found, images, twice).labels.tolist() == [0, 1]
-    other, others = spec._replace(classes=(*SHAPES[2:], "crane", "crane")), images._replace(classes=("crane",))
+    other, others = spec._replace(classes=(*SHAPES[2:], "crane", "crane")), replace(images, classes=("crane",))
     for match in (
         lambda: class_numbers(other, images),
         lambda: class_numbers(spec, others),
@@ -396,7 +397,9 @@ def test_one_connection_to_ray_serves_all_computations(place, tmp_path, monkeypa
         events.append("compute")
         return compute_outputs(*args)
 
+    numerics = numerics_of(1, BATCH)  # those of an actor are others, and so are its outputs
     monkeypatch.setattr(session, "ray_session", connected)
+    monkeypatch.setattr(evaluate, "numerics_of", lambda *_: numerics)
     monkeypatch.setattr(evaluate, "compute_outputs", noted)
     compute_evaluation(request._replace(workers=2))
     assert events == ["connect with 2", "compute", "compute", "disconnect"]
@@ -633,7 +636,7 @@ def synthetic(place, classes, images, networks):
         found = Outputs(np.arange(images) % 101, keys, labels, logits, None, ())
         more = {"knn10": 0.5, "knn10_low": 0.4, "knn10_high": 0.6, "few_shot5": 0.25, "few_shot5_std": 0.01}
         results.append(Result(f"vit_b12x{seed}_16", spec, found, names, score(logits, labels, keys), more))
-    return Evaluation(opened._replace(classes=names), results, *compare(results), "vitray evaluate a b data")
+    return Evaluation(replace(opened, classes=names), results, *compare(results), "vitray evaluate a b data")
 
 
 def test_a_page_may_begin_with_a_network_without_a_head(place):

@@ -14,7 +14,7 @@ from image_sets import write_dataset, write_network
 from PIL import Image
 
 from vitray.evaluation.evaluate import Request, evaluate
-from vitray.inspection.report import driver as inspection_driver
+from vitray.inspection.report import inspect_networks as inspection_verb
 from vitray.system import host_facts
 from vitray.system.mlflow_client import open_client, tracking_uri
 from vitray.tracking.lineage import ModelScores, TrackedDataset
@@ -329,9 +329,9 @@ def test_an_inspection_becomes_a_run_with_its_figures_linked_to_its_model(tmp_pa
     save_model(str(tmp_path / "own" / "model"), run.replace({"tracking.experiment": EXPERIMENT}), vit, classes)
     with begin("u1", "trained") as tracker:
         tracker.model(str(tmp_path / "own" / "model"), register_as="vit", top1=0.5, scored_on="val")
-    request = inspection_driver.Request("own/model", [data.url], ["positions"], out=str(tmp_path / "out"))
-    inspection, _ = inspection_driver.inspect_networks(request)
-    inspection_driver.inspect_networks(request)
+    request = inspection_verb.Request("own/model", [data.url], ["positions"], out=str(tmp_path / "out"))
+    inspection, _ = inspection_verb.inspect_networks(request)
+    inspection_verb.inspect_networks(request)
     client = open_client(tracking_uri())
     experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
     [run] = client.search_runs([experiment], "tags.`vitray.kind` = 'inspection'")  # continued, not repeated
@@ -351,7 +351,7 @@ def test_an_inspection_becomes_a_run_with_its_figures_linked_to_its_model(tmp_pa
 
 def test_an_inspection_of_foreign_weights_without_images_is_a_run_without_links(tmp_path):
     write_network(tmp_path / "model")
-    inspection_driver.inspect_networks(inspection_driver.Request("model", figures=["positions"]))
+    inspection_verb.inspect_networks(inspection_verb.Request("model", figures=["positions"]))
     client = open_client(tracking_uri())
     [run] = client.search_runs([each.experiment_id for each in client.search_experiments()])
     assert run.info.run_name == "inside model"

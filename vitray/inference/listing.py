@@ -76,7 +76,7 @@ class ImageList:
 
     def read(self, numbers: Sequence[int]) -> list[EncodedImage]:
         """Return some images without labels."""
-        entries = [Entry(*row.values()) for row in self.table.take(list(numbers)).to_pylist()]
+        entries = [Entry(*row.values()) for row in self.table.take(pa.array(numbers, pa.int64())).to_pylist()]
         contents: list[bytes | str] = []
         for table, group in groupby(entries, key=lambda entry: None if entry.row is None else entry.file):
             members = list(group)
