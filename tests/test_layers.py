@@ -21,8 +21,7 @@ FLOORS = (
     {"vitray.evaluation", "vitray.inspection.report"},
     {"vitray.training"},
     {"vitray.runs"},
-    {"vitray.bench"},
-    {"vitray.sweeps", "vitray.vtab", "vitray.exports"},
+    {"vitray.bench", "vitray.sweeps", "vitray.vtab", "vitray.exports"},
 )
 # Above all floors: the public names, and the verbs.
 ROOF = {"vitray", "pipelines"}
@@ -30,13 +29,7 @@ ROOF = {"vitray", "pipelines"}
 # A platform enters only through its doors.
 DOORS = {
     "mlflow": {"vitray.tracking", "vitray.system.mlflow_client", "vitray.weights.addresses"},
-    # The benchmarks compare with Ray Data's own pipelines.
-    "ray.data": {
-        "vitray.data",
-        "vitray.inference.pipeline",
-        "vitray.bench.scaling_pipelines",
-        "vitray.bench.predict_pipelines",
-    },
+    "ray.data": {"vitray.data", "vitray.inference.pipeline"},
     "ray.train": {"vitray.runs"},
     "ray.tune": {"vitray.sweeps"},
     "ray.serve": {"vitray.serving"},

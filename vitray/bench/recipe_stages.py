@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vitray.bench.loaders import blocks_of
+from vitray.bench.ingest import blocks_of
 from vitray.bench.train import random_batch, training_step
 from vitray.bench.verdict import Machines, StageSeconds
 from vitray.config import Run
