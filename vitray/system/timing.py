@@ -12,7 +12,8 @@ import torch
 
 from vitray.system import host_facts
 
-Name, Result = TypeVar("Name"), TypeVar("Result")
+Name = TypeVar("Name")
+Result = TypeVar("Result")
 
 
 class Spread(NamedTuple):
