@@ -69,7 +69,7 @@ HEAD = """# A GPU, measured
 eager and compiled, a whole run beside its steps, stems, latency, parallel branches, attention-only fine-tuning,
 decoding and prediction. It writes this page and `experiments/gpu.json`, which has the JSON of each benchmark. Each
 number is a median ± half the interquartile range of interleaved rounds. Without a GPU the same benchmarks run at toy
-size, and the page stays as it is. `vitray bench NAME` runs one of them.
+size, and the page stays as it is. `vitray bench NAME` and `experiments/measure_predict.py` run one of them.
 """
 UNMEASURED = """
 No GPU has been measured yet, so there are no numbers here.

@@ -26,7 +26,7 @@ RECIPE = "whole_run.yaml"
 
 
 class Measurement(NamedTuple):
-    """A command of `vitray`."""
+    """A command of `vitray`, or a script of this folder."""
 
     name: str
     arguments: Sequence[str]
@@ -57,7 +57,7 @@ def plan(size: Size, dataset: str, out: str) -> list[Measurement]:
         ("finetune", ["bench", "finetune", "--model", size.finetuned, "--modes", "full,attn", *size.options], 1),
         ("ingest", ["bench", "ingest", dataset, *decoding, *workers], 2),
         ("ingest_places", ["bench", "ingest", dataset, "--augment", "three_augment", *decoding], 1),
-        ("predict", ["bench", "predict", dataset, "--model", size.finetuned, *decoding, *workers, *predicted], 6),
+        ("predict", ["measure_predict.py", dataset, "--model", size.finetuned, *decoding, *workers, *predicted], 6),
     ]
     chosen = [Measurement(*each) for each in measurements if size.compiled or "--compile" not in each[1]]
     return [
@@ -65,7 +65,7 @@ def plan(size: Size, dataset: str, out: str) -> list[Measurement]:
             arguments=[
                 *each.arguments,
                 "--json",
-                *(["--out", f"{out}/{each.name}"] if "bench" in each.arguments else []),
+                *(["--out", f"{out}/{each.name}"] if each.arguments[0] in ("bench", "measure_predict.py") else []),
             ]
         )
         for each in chosen
@@ -102,8 +102,9 @@ def run_all(
 
 
 def call_vitray(arguments: Sequence[str], limit: float) -> dict[str, Any]:
-    """Return the JSON of a command of vitray, or its error with the rows that it had saved."""
-    command = [sys.executable, "-m", "pipelines", *arguments]
+    """Return the JSON of a command, or its error with the rows that it had saved."""
+    words = [str(HERE / arguments[0])] if arguments[0].endswith(".py") else ["-m", "pipelines", arguments[0]]
+    command = [sys.executable, *words, *arguments[1:]]
     variables = os.environ | {"PYTHONPATH": str(HERE.parent)}
     with tempfile.TemporaryDirectory(prefix="vitray-") as folder:  # MLflow's store of the whole run
         try:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pipelines.__main__ import main
 from vitray import load_deltas
-from vitray.bench.finetune import FinetuneSettings
 from vitray.bench.finetune import recipe as bench_recipe
 from vitray.config import Model, Run
 from vitray.config.finetuning import Lora
@@ -523,10 +522,10 @@ def test_a_graph_of_adapters_is_the_network():
 
 
 def test_the_bench_takes_settings_of_a_mode():
-    settings = FinetuneSettings("vit_u2x1_8", batch=4, image_size=32)
-    run = bench_recipe(settings, "lora+feedforward:task.lora.rank=2:task.lora.matrices=[q,out]")
+    sizes = 4, 32, "fp32"
+    run = bench_recipe("vit_u2x1_8", "lora+feedforward:task.lora.rank=2:task.lora.matrices=[q,out]", *sizes)
     assert (run.task.mode, run.task.lora.rank, run.compute.activation_checkpointing) == ("lora", 2, "feedforward")
-    assert bench_recipe(settings, "adapter:model.adapters=3").model.adapters == 3
+    assert bench_recipe("vit_u2x1_8", "adapter:model.adapters=3", *sizes).model.adapters == 3
     assert build_task(run).vit.blocks[0].attn1.qkv.lora["q"].a.weight.shape == (2, 64)
 
 

@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from pipelines.__main__ import main
-from vitray.bench.finetune import FinetuneSettings, Variant, allocated, measure_memory, recipe
+from vitray.bench.finetune import Variant, allocated, measure_memory, recipe
 
 CPU = torch.device("cpu")
-TINY = FinetuneSettings("vit_u2x1_8", batch=4, image_size=32)
+
+
+def tiny(mode):
+    return Variant(recipe("vit_u2x1_8", mode, 4, 32, "fp32"), CPU)
 
 
 def test_allocations_are_counted_at_the_peak_and_at_the_end():
@@ -26,7 +29,7 @@ def test_allocations_are_counted_at_the_peak_and_at_the_end():
 
 
 def test_activations_are_the_tensors_that_autograd_keeps():
-    variant = Variant(recipe(TINY, "full"), CPU)
+    variant = tiny("full")
     saved: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor):
@@ -42,7 +45,7 @@ def test_activations_are_the_tensors_that_autograd_keeps():
 
 
 def test_memory_adds_up():
-    variant = Variant(recipe(TINY, "attn"), CPU)
+    variant = tiny("attn")
     costs = measure_memory(variant, CPU)
     trained = 4 * sum(parameter.numel() for parameter in variant.task.parameters() if parameter.requires_grad)
     weights = 4 * sum(parameter.numel() for parameter in variant.task.parameters())

@@ -11,8 +11,8 @@ import torch
 
 from pipelines.__main__ import main
 from vitray.bench import probes, train
-from vitray.bench.augmented import host_batches
 from vitray.bench.probes import POLL_SECONDS, ProbeHost, ProbeLoad, take_steps
+from vitray.bench.train import host_batches
 from vitray.config import load_run
 from vitray.data.augment.draws import OPERATIONS
 from vitray.data.stream.prefetch import Prefetcher

@@ -11,15 +11,18 @@ from test_layers import ROOT
 
 from pipelines.__main__ import main
 from vitray.bench.branches import GRAPHS, VARIANTS, elements, fused_elements
+from vitray.bench.networks import capture
 from vitray.bench.options import build_parser
-from vitray.bench.rounds import Results, Spread, capture, write_record
-from vitray.bench.train import TrainSettings, largest_fitting, recipe
+from vitray.bench.results import Results, draw_bars
+from vitray.bench.train import largest_fitting, recipe
 from vitray.config import load_run
 from vitray.models import blocks
 from vitray.models.blocks import most_fused
+from vitray.system.timing import Spread
 
 sys.path.insert(0, str(ROOT / "experiments"))
 import gpu_report
+import measure_predict
 from gpu_page import FULL, TOY, page
 
 
@@ -92,7 +95,7 @@ def test_each_number_has_its_cell():
 
 
 @pytest.mark.parametrize("size", [FULL, TOY])
-def test_every_command_of_the_plan_is_one_of_vitray(size):
+def test_every_command_of_the_plan_is_parsed(size):
     measurements = gpu_report.plan(size, "data", "out")
     wanted = {
         "dataset",
@@ -110,11 +113,12 @@ def test_every_command_of_the_plan_is_one_of_vitray(size):
     assert {each.name for each in measurements} - {"train_compiled", "train_reduced"} == wanted
     outs = set()
     for each in measurements:
-        if each.arguments[0] == "bench":
-            outs.add(build_parser("").parse_args(each.arguments[1:]).out)
+        if each.arguments[0] in ("bench", "measure_predict.py"):
+            parser = build_parser("") if each.arguments[0] == "bench" else measure_predict.build_parser()
+            outs.add(parser.parse_args(each.arguments[1:]).out)
     assert len(outs) == len(measurements) - 2  # none overwrites another's files; dataset and run have other verbs
     # More batches than most machines have CPUs, so that the start is a small part of the time.
-    assert build_parser("").parse_args(measurements[-1].arguments[1:]).images == size.images
+    assert measure_predict.build_parser().parse_args(measurements[-1].arguments[1:]).images == size.images
 
 
 @pytest.mark.parametrize("size", [FULL, TOY])
@@ -122,8 +126,7 @@ def test_the_whole_run_has_the_network_and_the_batch_of_the_steps(size, tmp_path
     (tmp_path / gpu_report.RECIPE).write_text(json.dumps(gpu_report.whole_run(size)))
     run = load_run(tmp_path / gpu_report.RECIPE)
     options = build_parser("").parse_args(["train", "--batch", str(size.batch), *size.options])
-    settings = TrainSettings([], options.batch, options.image_size, options.dtype, False, 1, 1.0, tmp_path)
-    step = recipe(settings, size.stems[0])
+    step = recipe(size.stems[0], options.batch, options.image_size, options.dtype, False)
     assert run.model == step.model.model_copy(update={"num_classes": 10})
     assert run.task == step.task
     assert run.data.mix == step.data.mix
@@ -206,7 +209,7 @@ def test_what_a_stopped_benchmark_had_saved_is_kept(tmp_path):
     assert saved["rows"] == [{"model": "one", "vitray": 7}]
     assert (saved["about"], saved["is_partial"], saved["error"]) == ("toy", True, "took more than its 0 s")
     results.add({"model": "two", "vitray": 8})
-    whole = results.finish({"limit": 3, "files": ["chart.png"]})
+    whole = results.finish({"limit": 3}, draw_bars({"one": 7, "two": 8}, "images/s", "toy"))
     assert [row["model"] for row in whole["rows"]] == ["one", "two"]
     assert "is_partial" not in whole
     assert whole["limit"] == 3
@@ -241,10 +244,11 @@ def test_it_runs_at_toy_size(tmp_path, monkeypatch):
 
 
 def test_a_record_names_hardware_and_versions(tmp_path):
-    record = write_record(tmp_path / "new" / "a.json", torch.device("cpu"), {"rows": [1], "files": ["a.csv"]})
-    assert record["files"] == ["a.csv", str(tmp_path / "new" / "a.json")]
+    record = Results(tmp_path / "new" / "a", torch.device("cpu"), {}).finish({"limit": 3})
+    assert record["files"] == [str(tmp_path / "new" / "a.csv"), str(tmp_path / "new" / "a.json")]
     saved = json.loads((tmp_path / "new" / "a.json").read_text())
-    assert saved["rows"] == [1]
+    assert saved == record
+    assert saved["limit"] == 3
     assert (saved["device"], saved["device_bytes"]) == ("cpu", None)
     assert saved["hardware"]
     assert saved["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
@@ -315,8 +319,7 @@ def test_the_limit_of_this_gpu_counts_before_the_first_of_its_kind(monkeypatch, 
 
 
 def test_the_elements_of_a_row_are_those_by_which_auto_decides():
-    settings = SimpleNamespace(image_size=32)
-    assert elements("vit_u18x2_8", 16, settings) == 2 * 16 * 17 * 64
+    assert elements("vit_u18x2_8", 16, 32) == 2 * 16 * 17 * 64
 
 
 @pytest.mark.parametrize(

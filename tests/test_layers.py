@@ -23,8 +23,7 @@ FLOORS = (
     {"vitray.evaluation", "vitray.inspection.report"},
     {"vitray.training"},
     {"vitray.runs"},
-    {"vitray.bench"},
-    {"vitray.sweeps", "vitray.vtab", "vitray.exports"},
+    {"vitray.bench", "vitray.sweeps", "vitray.vtab", "vitray.exports"},
 )
 # Above all floors: the public names, and the verbs.
 ROOF = {"vitray", "pipelines"}
@@ -38,13 +37,7 @@ DOORS = {
         "vitray.serving.flavor",
         "vitray.serving.pyfunc",
     },
-    # The benchmarks compare with Ray Data's own pipelines.
-    "ray.data": {
-        "vitray.data",
-        "vitray.inference.pipeline",
-        "vitray.bench.scaling_pipelines",
-        "vitray.bench.predict_pipelines",
-    },
+    "ray.data": {"vitray.data", "vitray.inference.pipeline"},
     "ray.train": {"vitray.runs"},
     "ray.tune": {"vitray.sweeps"},
     "ray.serve": {"vitray.serving"},

@@ -6,13 +6,15 @@ import runpy
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
+from test_layers import ROOT
 
-from pipelines.__main__ import main
-from vitray.bench.process_tree import highest_usage, tree_usage
-from vitray.bench.scaling_pipelines import tasks_in_flight
+sys.path.insert(0, str(ROOT / "experiments"))
+import measure_scaling
+from measure_scaling import highest_usage, tasks_in_flight, tree_usage
+
+SCRIPT = str(ROOT / "experiments" / "measure_scaling.py")
 
 
 @pytest.mark.ray
@@ -21,33 +23,33 @@ from vitray.bench.scaling_pipelines import tasks_in_flight
 def test_more_consumers_than_cpus_of_a_node_keep_up_with_rays_own_split(tmp_path):
     """Six nodes of one CPU, eight consumers; in its own process, since other tests use another Ray."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    run = [sys.executable, "-m"]
+    environment["PYTHONPATH"] = str(ROOT)
     shard = ["pipelines.shard", "demo", str(tmp_path / "data"), "images=13000", "image_size=32", "val_share=0"]
-    subprocess.run([*run, *shard], env=environment, check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, "-m", *shard], env=environment, check=True, stdout=sys.stderr)
     settings = ["--consumers", "8", "--image-size", "32", "--images", "12288", "--decode-ms", "6", "--rounds", "3"]
-    bench = ["pipelines.bench", "scaling", str(tmp_path / "data"), *settings, "--out", str(tmp_path), "--json"]
-    done = subprocess.run([*run, *bench], env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    rows = {row["pipeline"]: row for row in json.loads(done.stdout.splitlines()[-1])["rows"]}
+    command = [sys.executable, SCRIPT, str(tmp_path / "data"), *settings, "--out", str(tmp_path)]
+    subprocess.run(command, env=environment, check=True, stdout=sys.stderr)
+    rows = {row["pipeline"]: row for row in json.loads((tmp_path / "scaling.json").read_text())["rows"]}
     assert rows["stream"]["ratio"] >= 0.9
     assert rows["stream"]["fairness"] <= 1.2
     assert (tmp_path / "scaling.png").stat().st_size > 1000
 
 
-def test_the_scaling_benchmark_starts_its_own_nodes(monkeypatch, capsys):
+def test_it_starts_its_own_nodes_with_the_same_number_of_cpus(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [SCRIPT, "data/demo", "--nodes", "4"])
+    with pytest.raises(SystemExit, match="2"):
+        measure_scaling.main()
+    assert "--cpus: expected a multiple of --nodes" in capsys.readouterr().err
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert main(["bench", "scaling", "data/demo"]) == 2
-    assert "this benchmark starts nodes of its own" in capsys.readouterr().err
-
-
-def test_nodes_get_the_same_number_of_cpus(capsys):
-    assert main(["bench", "scaling", "data/demo", "--nodes", "4"]) == 2
-    assert "--cpus 6: expected a multiple of --nodes 4" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [SCRIPT, "data/demo"])
+    with pytest.raises(SystemExit, match="2"):
+        measure_scaling.main()
+    assert "starts nodes of its own" in capsys.readouterr().err
 
 
 def test_the_estimate_of_the_documentation_is_that_of_the_plan(capsys):
-    root = Path(__file__).parents[1]
-    runpy.run_path(str(root / "experiments/estimate_scaling.py"))["main"]()
-    assert capsys.readouterr().out in (root / "docs/scaling.md").read_text()
+    runpy.run_path(str(ROOT / "experiments/estimate_scaling.py"))["main"]()
+    assert capsys.readouterr().out in (ROOT / "docs/scaling.md").read_text()
 
 
 def test_tasks_in_flight_overlap_in_time(tmp_path):
@@ -64,10 +66,10 @@ def test_the_highest_usage_counts_threads_that_have_ended():
     with highest_usage(0.01) as highest:
         for thread in threads:
             thread.start()
-        while highest[1] < before.threads + 20:
+        while highest[1] < before[1] + 20:
             pass
         ends.set()
         for thread in threads:
             thread.join()
-    assert highest[1] >= before.threads + 20
+    assert highest[1] >= before[1] + 20
     assert highest[0] > 10**7

@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from ray.exceptions import RayError
+from test_layers import ROOT
 
 from pipelines.__main__ import main
-from vitray.bench.scaling_pipelines import ThreadBroadcast
 from vitray.config.augmentation import Augment, CenterCrop
 from vitray.data.augment.draws import Draws, read_draws
 from vitray.data.augment.keyed_random import raw_draws
@@ -44,6 +44,9 @@ from vitray.data.stream.preview import sample_sheet
 from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError
 from vitray.system import storage
+
+sys.path.insert(0, str(ROOT / "experiments"))
+from measure_scaling import ThreadBroadcast
 
 GROUPS = st.lists(st.integers(1, 400), min_size=1, max_size=40).map(np.array)
 DIVIDED = st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda pair: (pair[0] * pair[1], pair[1]))

@@ -5,18 +5,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vitray.bench.charts import draw_ratios
-from vitray.bench.rounds import Results, capture, circumstances, interleave, progress, ratio_of, spread_of
+from vitray.bench.networks import capture
+from vitray.bench.results import Results, draw_ratios
 from vitray.config import Model
 from vitray.errors import ConfigError
 from vitray.models.blocks import most_fused
 from vitray.models.vit import ViT, regroup
-from vitray.pages.plotting import to_png
+from vitray.system.timing import circumstances, interleave, progress, ratio_of, spread_of
 
 # Of the same network, between which `auto` chooses. The same blocks in sequence are another network.
 EXECUTIONS = ("loop", "fused")
@@ -24,42 +24,44 @@ VARIANTS = ("seq", *EXECUTIONS, "auto")
 GRAPHS = ("seq_graph", "fused_graph")
 
 
-class BranchesSettings(NamedTuple):
-    """Settings of `vitray bench branches`."""
-
-    models: Sequence[str]
-    batches: Sequence[int]
-    image_size: int
-    dtype: str
-    compile: str | bool
-    """A mode of compute.compile; `loop` and `auto` are compiled alike."""
-    train: bool
-    rounds: int
-    seconds: float
-    out: Path
-
-
-def measure_branches(settings: BranchesSettings) -> dict[str, Any]:
+def measure_branches(
+    models: Sequence[str],
+    batches: Sequence[int],
+    image_size: int,
+    dtype: str,
+    compile_mode: str | bool,
+    train: bool,
+    rounds: int,
+    seconds: float,
+    out: Path,
+) -> dict[str, Any]:
     """Measure every model at every batch size, print and save the table, and return its rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    compiled = f"compiled {settings.compile}" if settings.compile else "eager"
-    phase = "training" if settings.train else "inference"
-    names = variant_names(settings, device)
-    where, mode = circumstances(device), f"{settings.dtype}, {compiled}, {phase}"
-    print(f"images/s, median ± half the interquartile range of {settings.rounds} interleaved rounds")
-    print(f"{where}; {mode}, {settings.image_size} px")
+    compiled, phase = f"compiled {compile_mode}" if compile_mode else "eager", "training" if train else "inference"
+    # On a GPU also inference as a CUDA graph.
+    graphs = GRAPHS if device.type == "cuda" and not train and not compile_mode else ()
+    where, mode = circumstances(device), f"{dtype}, {compiled}, {phase}"
+    print(f"images/s, median ± half the interquartile range of {rounds} interleaved rounds")
+    print(f"{where}; {mode}, {image_size} px")
     print("gain: auto over seq, the same blocks in sequence; ratios are taken within rounds\n")
-    print(f"{'model':<16}{'batch':>6}{''.join(f'{name:>16}' for name in names)}{'gain':>15}{'auto/loop':>16}")
-    stem = f"branches_{device.type}_{mode.replace(', ', '_')}_{settings.image_size}"
-    about = {"circumstances": where, "mode": mode, "image_size": settings.image_size}
-    results = Results(settings.out / stem, device, about)
-    started, steps = time.perf_counter(), len(settings.models) * len(settings.batches)
-    for name in settings.models:
-        networks = build_variants(name, settings, device)
-        for batch in settings.batches:
-            speeds = _measure(_compiled(networks, settings), batch, settings, device)
+    names = "".join(f"{name:>16}" for name in (*VARIANTS, *graphs))
+    print(f"{'model':<16}{'batch':>6}{names}{'gain':>15}{'auto/loop':>16}")
+    stem = f"branches_{device.type}_{mode.replace(', ', '_')}_{image_size}"
+    about = {"circumstances": where, "mode": mode, "image_size": image_size}
+    results = Results(out / stem, device, about)
+    started, steps = time.perf_counter(), len(models) * len(batches)
+    for name in models:
+        networks = build_variants(name, image_size, device, train=train)
+        for batch in batches:
+            calls = _calls(networks, batch, image_size, dtype, compile_mode, device, train=train)
+            # In inference all calls share one context, which casts the weights once, as `fused` does without it.
+            shared = torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16" and not train)
+            with torch.set_grad_enabled(train), shared:
+                for graph in graphs:
+                    calls[graph] = capture(calls[graph.removesuffix("_graph")])
+                speeds = interleave(calls, rounds, seconds, device, batch)
             gain, over_loop = ratio_of(speeds["auto"], speeds["seq"]), ratio_of(speeds["auto"], speeds["loop"])
-            row: dict[str, Any] = {"model": name, "batch": batch, "elements": elements(name, batch, settings)}
+            row: dict[str, Any] = {"model": name, "batch": batch, "elements": elements(name, batch, image_size)}
             for variant, measured in speeds.items():
                 row |= spread_of(measured).columns(variant, 2)
                 row |= ratio_of(measured, speeds["seq"]).columns(f"{variant}_over_seq", 4)
@@ -71,22 +73,15 @@ def measure_branches(settings: BranchesSettings) -> dict[str, Any]:
             print(f"{name:<16}{batch:>6}{cells}{gain_text}{over_loop!s:>16}", flush=True)
             left = (time.perf_counter() - started) / len(results.rows) * (steps - len(results.rows))
             progress(f"{len(results.rows)} of {steps} measured, about {left:.0f} s left")
-    chart = settings.out / f"{stem}.png"
-    chart.write_bytes(to_png(draw_ratios(results.rows, VARIANTS[1:], f"{where}\n{mode}, {settings.image_size} px")))
     limit = fused_elements(results.rows)
     print(f"auto fuses up to {most_fused(device.type):,} elements; here the best limit is {limit:,}")
-    return results.finish({"fused_elements": limit, "files": [str(chart)]})
+    chart = draw_ratios(results.rows, VARIANTS[1:], f"{where}\n{mode}, {image_size} px")
+    return results.finish({"fused_elements": limit}, chart)
 
 
-def variant_names(settings: BranchesSettings, device: torch.device) -> tuple[str, ...]:
-    """Return the measured variants: on a GPU also inference as a CUDA graph."""
-    has_graphs = device.type == "cuda" and not settings.train and not settings.compile
-    return (*VARIANTS, *(GRAPHS if has_graphs else ()))
-
-
-def elements(name: str, batch: int, settings: BranchesSettings) -> int:
+def elements(name: str, batch: int, image_size: int) -> int:
     """Return branches * rows * width of a level's input, by which `auto` decides."""
-    model = Model(name=name, image_size=settings.image_size)
+    model = Model(name=name, image_size=image_size)
     tokens = math.prod(model.grid) + model.num_prefix
     return model.shape.branches * batch * tokens * model.shape.size
 
@@ -104,10 +99,10 @@ def fused_elements(rows: Sequence[Mapping[str, Any]]) -> int:
     return max([0, *sorted(row["elements"] for row in rows)], key=worst)
 
 
-def build_variants(name: str, settings: BranchesSettings, device: torch.device) -> dict[str, ViT]:
+def build_variants(name: str, image_size: int, device: torch.device, *, train: bool) -> dict[str, ViT]:
     """Return the model with each execution, and the same weights regrouped into one branch."""
-    Model(name=name, image_size=settings.image_size).require_vit("--models")
-    model = Model(name=name, image_size=settings.image_size, layerscale=1e-4)
+    Model(name=name, image_size=image_size).require_vit("--models")
+    model = Model(name=name, image_size=image_size, layerscale=1e-4)
     if model.shape.branches == 1:
         raise ConfigError(f"--models {name}: one branch leaves nothing to compare, choose for example vit_s18x2_16")
     torch.manual_seed(0)
@@ -118,36 +113,34 @@ def build_variants(name: str, settings: BranchesSettings, device: torch.device) 
         nets[execution].load_state_dict(parallel.state_dict())
         nets[execution].execution = execution
     for net in nets.values():
-        net.train(settings.train).to(device)
+        net.train(train).to(device)
     return nets
 
 
-def _compiled(networks: Mapping[str, ViT], settings: BranchesSettings) -> dict[str, Callable[[Tensor], Tensor]]:
-    if not settings.compile:
-        return dict(networks)
-    mode: Any = settings.compile
-    torch.compiler.reset()  # after 8 shapes and networks torch would run the others uncompiled
-    return {variant: torch.compile(network, dynamic=False, mode=mode) for variant, network in networks.items()}
-
-
-def _measure(
-    variants: dict[str, Callable[[Tensor], Tensor]], batch: int, settings: BranchesSettings, device: torch.device
-) -> dict[str, list[float]]:
-    images = torch.randn(batch, 3, settings.image_size, settings.image_size, device=device)
-    is_bf16 = settings.dtype == "bf16"
+def _calls(
+    networks: Mapping[str, ViT],
+    batch: int,
+    image_size: int,
+    dtype: str,
+    compile_mode: str | bool,
+    device: torch.device,
+    *,
+    train: bool,
+) -> dict[str, Callable[[], object]]:
+    """Return a pass of each network over the same images; `loop` and `auto` are compiled alike."""
+    images = torch.randn(batch, 3, image_size, image_size, device=device)
+    variants: dict[str, Callable[[Tensor], Tensor]] = dict(networks)
+    if compile_mode:
+        mode: Any = compile_mode
+        torch.compiler.reset()  # after 8 shapes and networks torch would run the others uncompiled
+        variants = {name: torch.compile(network, dynamic=False, mode=mode) for name, network in networks.items()}
 
     def step(net: Callable[[Tensor], Tensor]) -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=is_bf16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
             out = net(images)
-        if settings.train:
+        if train:
             out.sum().backward()
             if isinstance(net, nn.Module):
                 net.zero_grad()  # kept gradients would be memory of a CUDA graph, which the next pass overwrites
 
-    calls: dict[str, Callable[[], object]] = {variant: partial(step, net) for variant, net in variants.items()}
-    # In inference all calls share one context, which casts the weights once, as `fused` does without it.
-    shared = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16 and not settings.train)
-    with torch.set_grad_enabled(settings.train), shared:
-        for name in variant_names(settings, device)[len(VARIANTS) :]:
-            calls[name] = capture(calls[name.removesuffix("_graph")])
-        return interleave(calls, settings.rounds, settings.seconds, device, batch)
+    return {name: partial(step, net) for name, net in variants.items()}

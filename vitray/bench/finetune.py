@@ -4,16 +4,16 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitray.bench.charts import draw_costs, write_results
-from vitray.bench.rounds import Spread, circumstances, interleave, progress, ratio_of, spread_of, write_record
+from vitray.bench.results import Results, draw_costs
 from vitray.config import Run, load_run
 from vitray.system.storage import scratch_folder
+from vitray.system.timing import Spread, circumstances, interleave, progress, ratio_of, spread_of
 from vitray.tasks.build import build_task
 from vitray.tasks.recompute import recompute_activations
 from vitray.training.evaluator import autocast
@@ -22,22 +22,6 @@ from vitray.weights.freezing import audit
 
 # Costs in bytes, measured once.
 MEMORY_COSTS = ("peak", "activations", "gradients", "optimizer")
-
-
-class FinetuneSettings(NamedTuple):
-    """Settings of `vitray bench finetune`."""
-
-    model: str
-    modes: Sequence[str] = ("full", "attn", "ffn", "head", "attn+feedforward")
-    """Fine-tuning modes, as in attn, attn+feedforward with recomputation, or lora:task.lora.rank=4 with a setting; the
-    first is the reference."""
-    batch: int | None = None
-    """None is 8 on a GPU and 1 on a CPU."""
-    image_size: int = 224
-    dtype: str = "fp32"
-    rounds: int = 7
-    seconds: float = 0.5
-    out: Path = Path("bench_out")
 
 
 class Variant:
@@ -65,55 +49,65 @@ class Variant:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def measure_finetune(settings: FinetuneSettings) -> dict[str, Any]:
-    """Measure every mode, print and save the table, and return its rows."""
+def measure_finetune(
+    model: str,
+    modes: Sequence[str],
+    batch: int | None,
+    image_size: int,
+    dtype: str,
+    rounds: int,
+    seconds: float,
+    out: Path,
+) -> dict[str, Any]:
+    """Measure every mode, print and save the table, and return its rows.
+
+    A mode is a fine-tuning mode, as in attn, attn+feedforward with recomputation, or lora:task.lora.rank=4 with a
+    setting; the first is the reference. `batch` None is 8 on a GPU and 1 on a CPU.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if settings.batch is None:
-        settings = settings._replace(batch=8 if device.type == "cuda" else 1)
-    runs = {mode: recipe(settings, mode) for mode in settings.modes}
+    batch = batch or (8 if device.type == "cuda" else 1)
+    runs = {mode: recipe(model, mode, batch, image_size, dtype) for mode in modes}
     variants: dict[str, Variant] = {}
     costs: dict[str, dict[str, int]] = {}
     for mode, run in runs.items():
         progress(f"memory of {mode}, {len(costs) + 1} of {len(runs)}")
         variants[mode] = Variant(run, device)
         costs[mode] = measure_memory(variants[mode], device)
-    progress(f"{settings.rounds} rounds of steps")
+    progress(f"{rounds} rounds of steps")
     steps = {mode: variant.step for mode, variant in variants.items()}
-    speeds = interleave(steps, settings.rounds, settings.seconds, device)
-    first = settings.modes[0]
-    rows: list[dict[str, Any]] = []
+    speeds = interleave(steps, rounds, seconds, device)
+    where, first = circumstances(device), modes[0]
+    place = f"{where}; {model}, {image_size} px, batch {batch}, AdamW, {dtype}"
+    stem = f"finetune_{device.type}_{dtype}_{model}_{image_size}"
+    results = Results(out / stem, device, {"circumstances": where, "about": place})
     for mode, variant in variants.items():
         row = {"mode": mode, "share_trained": round(audit(variant.task.vit).share, 4)}
         row |= spread_of([1 / speed for speed in speeds[mode]]).columns("seconds")
         row |= ratio_of(speeds[first], speeds[mode]).columns("seconds_ratio")
         for cost, count in costs[mode].items():
             row |= {f"{cost}_bytes": count, f"{cost}_ratio": round(count / costs[first][cost], 4)}
-        rows.append(row)
-    where = circumstances(device)
-    place = f"{where}; {settings.model}, {settings.image_size} px, batch {settings.batch}, AdamW, {settings.dtype}"
-    print(f"A training step, median ± half the interquartile range of {settings.rounds} interleaved rounds.")
+        results.add(row)
+    print(f"A training step, median ± half the interquartile range of {rounds} interleaved rounds.")
     print(f"{place}. In brackets and under `time`: relative to {first}.")
     print("peak: weights, optimizer state, batch, and the largest allocation of a step by torch's allocator.")
-    print(f"activations: tensors that the forward pass keeps for the backward pass.\n\n{markdown_table(rows)}")
-    stem = f"finetune_{device.type}_{settings.dtype}_{settings.model}_{settings.image_size}"
-    chart = draw_costs(rows, {"seconds": "time of a step"} | {cost: cost for cost in MEMORY_COSTS}, place)
-    result = {"circumstances": where, "about": place} | write_results(settings.out, stem, rows, chart)
-    return write_record(settings.out / f"{stem}.json", device, result)
+    print(f"activations: tensors that the forward pass keeps for the backward pass.\n\n{markdown_table(results.rows)}")
+    kinds = {"seconds": "time of a step"} | {cost: cost for cost in MEMORY_COSTS}
+    return results.finish(chart=draw_costs(results.rows, kinds, place))
 
 
-def recipe(settings: FinetuneSettings, mode: str) -> Run:
+def recipe(model: str, mode: str, batch: int, image_size: int, dtype: str) -> Run:
     """Return the run of a fine-tuning mode."""
     mode, *more = mode.split(":")
     trained, _, recomputed = mode.partition("+")
     changes = {
-        "model.name": settings.model,
-        "model.image_size": settings.image_size,
+        "model.name": model,
+        "model.image_size": image_size,
         "model.layerscale": 1e-4,  # as in the paper
         "task.kind": "finetune",
         "task.weights": "unread",
         "task.mode": trained,
-        "optim.batch": settings.batch,
-        "compute.precision": settings.dtype,
+        "optim.batch": batch,
+        "compute.precision": dtype,
         "compute.activation_checkpointing": recomputed or "none",
     }
     return load_run(None, [f"{setting}={value}" for setting, value in changes.items()] + more)

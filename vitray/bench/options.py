@@ -51,20 +51,6 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         metavar="MB",
         help="object store of the Ray started here (Ray's default)",
     )
-    scaling = add("scaling", "many consumers on several nodes, against Ray Data's own reader")
-    scaling.add_argument("dataset", help="a dataset written by vitray shard")
-    scaling.add_argument(
-        "--nodes", type=count_up_to(10**6), default=6, help="logical nodes on this machine (%(default)s)"
-    )
-    scaling.add_argument("--cpus", type=count_up_to(10**6), default=6, help="CPUs of all nodes together (%(default)s)")
-    scaling.add_argument(
-        "--consumers", type=_counts, default="1,2,4,8,16,32", help="numbers of consumers (%(default)s)"
-    )
-    scaling.add_argument("--images", type=count_up_to(10**9), default=3072, help="images of a pass (%(default)s)")
-    scaling.add_argument(
-        "--decode-ms", type=number_up_to(60_000), default=10.0, help="time to decode an image (%(default)s)"
-    )
-    scaling.add_argument("--batch", type=count_up_to(10**6), default=192, help="images of a global batch (%(default)s)")
     train = add("train", "a training step against plain PyTorch")
     others = train.add_mutually_exclusive_group()
     others.add_argument("--probes", action="store_true", help="the step alone against the step beside evaluate.probes")
@@ -85,21 +71,6 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     networks.add_argument("--models", type=_modes, default=FIGURE_13, help=text)
     networks.add_argument("--batch", type=count_up_to(10**6), default=8, help="images in a batch (%(default)s)")
     networks.add_argument("--train", action="store_true", help="forward and backward instead of inference")
-    family = add("family", "many deltas in one batch against one model")
-    predict = add("predict", "vitray predict against Ray Data, a DataLoader, and its halves")
-    predict.add_argument("dataset", help="images as of vitray predict")
-    predict.add_argument("--model", default="vit_ti12x1_16", help="a model name (%(default)s)")
-    predict.add_argument("--images", type=count_up_to(10**9), default=512, help="images of a round (%(default)s)")
-    predict.add_argument("--workers", type=count_up_to(10**6), help="CPUs of the Ray started here (all)")
-    serve = add("serve", "HTTP load: vitray serve, mlflow models serve, a process per model")
-    text = "MLflow servers of one model each, to compare with (%(default)s)"
-    serve.add_argument("--processes", type=count_up_to(100), default=2, help=text)
-    serve.add_argument("--concurrency", type=_counts, default="1,8,64", help="numbers of clients (%(default)s)")
-    text = "time of a server at a concurrency in a round (%(default)s)"
-    serve.add_argument("--seconds", type=number_up_to(3600), default=10.0, help=text)
-    for each in (family, serve):
-        each.add_argument("--model", default="vit_b12x1_16", help="a model name (%(default)s)")
-        each.add_argument("--deltas", type=count_up_to(10_000), default=100, help="attention deltas (%(default)s)")
     train.add_argument("--largest-batch", action="store_true", help="search the largest batch that fits a GPU")
     latency = add("latency", "the forward pass of small batches: eager, compiled, a CUDA graph")
     latency.add_argument("--batches", type=_counts, default="1,2,4,8,16,32,64", help="images in a batch (%(default)s)")
@@ -108,26 +79,26 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     for each in (branches, networks, train, latency):
         each.add_argument(
             "--compile",
+            dest="compile_mode",
             nargs="?",
             choices=MODES,
             const="default",
             default=False,
             help="use torch.compile, in a mode of compute.compile",
         )
-    for each in (branches, networks, train, latency, finetune, family):
+    for each in (branches, networks, train, latency, finetune):
         each.add_argument(
             "--dtype", choices=["fp32", "bf16"], default="fp32", help="precision; bf16 uses autocast (%(default)s)"
         )
-    for each in (branches, networks, train, latency, finetune):
         each.add_argument(
             "--seconds", type=number_up_to(3600), default=0.5, help="time of a variant in a round (%(default)s)"
         )
-    for each in (ingest, train, family, predict):
+    for each in (ingest, train):
         each.add_argument("--batch", type=count_up_to(10**6), default=64, help="images in a batch (%(default)s)")
-    for each in (branches, networks, ingest, scaling, train, latency, finetune, family, predict, serve):
+    for each in (branches, networks, ingest, train, latency, finetune):
         each.add_argument("--image-size", type=count_up_to(16_384), default=224, help="pixels of a side (%(default)s)")
         each.add_argument("--rounds", type=count_up_to(10_000), default=7, help="rounds (%(default)s)")
         each.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the results (%(default)s)")
-    for each in (parser, branches, networks, ingest, scaling, train, latency, finetune, family, predict, serve):
+    for each in (parser, branches, networks, ingest, train, latency, finetune):
         each.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     return parser

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vitray.bench.rounds import circumstances, progress
 from vitray.cluster.storage_check import check_outlives_job
 from vitray.config import Run
 from vitray.config.parsing import parse_overrides
@@ -34,6 +33,7 @@ from vitray.inference.models import short_name
 from vitray.models.network import AnyNetwork
 from vitray.models.probabilities import probability_of
 from vitray.system import host_facts, storage
+from vitray.system.timing import circumstances, progress
 from vitray.weights import identity_of, open_weights
 from vitray.weights.addresses import pin_uri
 

@@ -12,11 +12,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from vitray.bench.rounds import interleave, ratio_of, spread_of
 from vitray.config.augmentation import CenterCrop
 from vitray.data.augment.views import View, decode_views, usable
 from vitray.errors import ConfigError, RunError
 from vitray.inference.images import ImageSet
+from vitray.system.timing import interleave, ratio_of, spread_of
 from vitray.weights.files import few
 
 BATCH = 32

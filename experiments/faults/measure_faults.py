@@ -1,25 +1,47 @@
-"""One cell of the table: a run, a fault in it, the starts that a person makes afterwards, and the measured cost."""
+"""python experiments/faults/measure_faults.py: what a fault costs in vitray and in other stacks, as docs/faults.md.
 
+Cells that have a JSON in experiments/faults/cells are not run again. Everything is made on first use: an environment
+for each stack (about 2 GB each), the images, an undisturbed run of each stack. A cell is a run, a fault in it, and the
+starts that a person makes afterwards. Its cost comes from the records of the workers: a line for each optimizer step
+with time, process, rank, step and images. The steps that are in the final weights are the run's history: a start from a
+checkpoint of step s takes back all later steps of earlier processes.
+"""
+
+import argparse
 import json
 import os
 import shutil
 import signal
 import sqlite3
 import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
+from fault_page import CELLS, PAGE, faults_page, read_cells
+from fault_subjects import (
+    SUBJECTS,
+    Place,
+    Settings,
+    environment,
+    make_environment,
+    make_images,
+    make_mds,
+    python_of,
+    shown,
+    versions_of,
+)
 from safetensors.numpy import load_file
 
-from vitray.bench.fault_processes import Tree
-from vitray.bench.fault_records import StepRecord, cost_of, history_of, longest_pause, parse_records
-from vitray.bench.fault_subjects import SUBJECTS, Place, Settings, environment, shown
 from vitray.errors import RunError
+from vitray.system import host_facts
 
 # Steps, halfway between two checkpoints: of the fault, in the second epoch; of the elastic run's changes.
 FAULT_STEP, ELASTIC_STEPS = 104, (72, 136)
@@ -28,6 +50,158 @@ FAULT_STEP, ELASTIC_STEPS = 104, (72, 136)
 GRACE, HANG, SURVIVAL, FULL, LIMIT = 30.0, 150.0, 5.0, 45.0, 600.0
 DISK_BYTES = 64 * 2**20
 MOST_STARTS = 5
+
+
+# ---- the steps of a run ----------------------------------------------------------------------------------------------
+
+
+class StepRecord(NamedTuple):
+    """One optimizer step of one worker."""
+
+    time: float
+    process: int
+    rank: int
+    step: int
+    """Steps that the weights had taken before this one."""
+    images: tuple[int, ...]
+
+
+class History(NamedTuple):
+    """The steps that led to the final weights, and those that were taken back."""
+
+    images: dict[int, Counter[int]]
+    """The images of all workers by step."""
+    lost: int
+    """Steps taken back, and so computed again."""
+    starts: tuple[int, ...]
+    """The first step of each start."""
+
+
+class Cost(NamedTuple):
+    """The difference between a run with a fault and the undisturbed one."""
+
+    steps: int
+    lost: int
+    repeated: int
+    """Images trained on more often than without the fault; one that is seen twice too often counts twice."""
+    skipped: int
+    """Images trained on less often than without the fault."""
+    other_steps: int
+    """Steps on other images than the same step of the undisturbed run, missing and further steps included."""
+
+
+def parse_records(lines: Iterable[str]) -> list[StepRecord]:
+    """Return the records of a file in the order of their times."""
+    records = []
+    for line in lines:
+        time, process, rank, step, *images = line.split()
+        records.append(StepRecord(float(time), int(process), int(rank), int(step), tuple(map(int, images))))
+    return sorted(records)
+
+
+def starts_of(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
+    """Return the records of each start of the run: of all processes that began together."""
+    starts: list[list[StepRecord]] = []
+    start_of: dict[int, int] = {}
+    ranks: set[int] = set()
+    for record in records:
+        if record.process not in start_of:
+            if not starts or record.rank in ranks or record.step != starts[-1][0].step:
+                starts.append([])
+                ranks = set()
+            ranks.add(record.rank)
+            start_of[record.process] = len(starts) - 1
+        starts[start_of[record.process]].append(record)
+    return starts
+
+
+def history_of(records: Sequence[StepRecord]) -> History:
+    """Return the history of a run."""
+    images: dict[int, Counter[int]] = {}
+    lost, firsts = 0, []
+    for start in starts_of(records):
+        first = min(record.step for record in start)
+        taken_back = [step for step in images if step >= first]
+        lost += len(taken_back)
+        for step in taken_back:
+            del images[step]
+        firsts.append(first)
+        for record in start:
+            images.setdefault(record.step, Counter()).update(record.images)
+    return History(images, lost, tuple(firsts))
+
+
+def cost_of(run: History, undisturbed: History) -> Cost:
+    """Compare a run with the undisturbed one."""
+    seen, wanted = (sum(history.images.values(), Counter()) for history in (run, undisturbed))
+    steps = run.images.keys() | undisturbed.images.keys()
+    other = sum(run.images.get(step) != undisturbed.images.get(step) for step in steps)
+    return Cost(len(run.images), run.lost, (seen - wanted).total(), (wanted - seen).total(), other)
+
+
+def longest_pause(records: Sequence[StepRecord], since: float) -> float | None:
+    """Return the longest time without a step of any worker that ends after `since`; None if no step follows."""
+    pauses = [after.time - before.time for before, after in pairwise(records) if after.time > since]
+    return max(pauses, default=None)
+
+
+# ---- a run and its processes -----------------------------------------------------------------------------------------
+
+
+class Tree:
+    """A command and all processes that it starts; ended by process id."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=os.environ | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=log.parent,
+                start_new_session=True,
+            )
+        self._root = psutil.Process(self.process.pid)
+        self._seen: dict[int, psutil.Process] = {self.process.pid: self._root}
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of the command; None while it runs."""
+        return self.process.poll()
+
+    def note_children(self) -> None:
+        """Note the present descendants, to know them after the command has died."""
+        with suppress(psutil.NoSuchProcess):
+            for child in self._root.children(recursive=True):
+                self._seen.setdefault(child.pid, child)
+
+    def alive(self) -> list[psutil.Process]:
+        """Return the processes of the tree that run, those of a dead parent included."""
+        self.note_children()
+        self.process.poll()
+        alive = []
+        for process in list(self._seen.values()):
+            with suppress(psutil.NoSuchProcess):
+                # A process id may be in use again: `is_running` compares the times of start.
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(process)
+        return alive
+
+    def await_end(self, seconds: float) -> int:
+        """Wait until no process of the tree runs, and return the number of those that still do."""
+        end = time.monotonic() + seconds
+        while (left := len(self.alive())) and time.monotonic() < end:
+            time.sleep(0.1)
+        return left
+
+    def kill(self) -> None:
+        """Kill every process of the tree."""
+        for process in self.alive():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.await_end(10)
 
 
 class Cell:
@@ -283,7 +457,57 @@ def _small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a cell's JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+# ---- all cells -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the missing cells and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stacks", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), metavar="STACK")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT")
+    parser.add_argument("--work", type=Path, default=Path("bench_out/faults"), help="folder of all files (%(default)s)")
+    parser.add_argument("--timm", type=Path, help="train.py of timm's repository, at the version of the package")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the processes of the cell too
+    if not options.page:
+        run_cells(options.stacks, options.faults, options.work.absolute(), options.timm and options.timm.absolute())
+    PAGE.write_text(faults_page(read_cells()))
+    print(PAGE)
+
+
+def run_cells(stacks: list[str], faults: list[str], work: Path, timm: Path | None) -> None:
+    """Run the cells that have no JSON, fault by fault."""
+    settings, data = Settings(), work / "data"
+    make_images(data, settings)
+    for fault in faults:
+        for name in stacks:
+            path = CELLS / f"{name}-{fault}.json"
+            if path.exists():
+                continue
+            if name == "timm" and timm is None:
+                print("timm: skipped, as its package does not hold train.py; see --timm", file=sys.stderr)
+                continue
+            make_environment(name, work)
+            if name == "composer":
+                make_mds(data, work)
+            python = python_of(name, work)
+            place, before = (
+                Place(data, work / "runs" / f"{name}-{each}", python, timm) for each in (fault, "undisturbed")
+            )
+            try:
+                if not (before.folder / "final.safetensors").exists():
+                    print(f"{name}: an undisturbed run", file=sys.stderr)
+                    run_cell(name, "none", before, None, settings)
+                print(f"{name}: {fault}", file=sys.stderr)
+                result = run_cell(name, fault, place, before, settings)
+            except RunError as error:  # a person looks at it; the other cells go on
+                print(error, file=sys.stderr)
+                continue
+            machine = f"{os.cpu_count()} cores of {host_facts.facts()['hardware.cpu']}"
+            facts = {"versions": versions_of(name, work), "machine": machine, "date": time.strftime("%Y-%m-%d")}
+            path.write_text(json.dumps(result | facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,27 +1,27 @@
-"""What is timed in the interleaved rounds of a benchmark: warm, compiled, cast and prepared alike."""
+"""What is timed in interleaved rounds: warm, compiled, cast and prepared alike."""
 
 import pytest
 import torch
 
-from vitray.bench import branches, latency, networks, rounds
-from vitray.bench.branches import BranchesSettings, measure_branches
-from vitray.bench.latency import LatencySettings, measure_latency
-from vitray.bench.networks import NetworksSettings, measure_networks
-from vitray.bench.rounds import interleave
-from vitray.bench.train import TrainSettings, random_batch, recipe, training_step
+from vitray.bench import branches, networks
+from vitray.bench.branches import measure_branches
+from vitray.bench.networks import measure_latency, measure_networks
+from vitray.bench.train import random_batch, recipe, training_step
+from vitray.system import timing
+from vitray.system.timing import in_rounds, interleave
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def timed_calls(monkeypatch, device, **options):
     """Return the number of calls in each timed slice of a variant, as interleave makes them."""
-    slices, timed = [], rounds._timed
+    slices, timed = [], timing._timed
 
     def watched(variant, calls, _device):
         slices.append(calls)
         return timed(variant, calls, CPU) and 0.25  # seconds
 
-    monkeypatch.setattr(rounds, "_timed", watched)
+    monkeypatch.setattr(timing, "_timed", watched)
     interleave({"only": lambda: None}, 2, 1.0, device, **options)
     return slices
 
@@ -36,10 +36,17 @@ def test_untimed_calls_precede_those_that_are_timed(monkeypatch):
     assert timed_calls(monkeypatch, CPU, untimed=3) == [1, 1, 3, 4, 3, 4]
 
 
+def test_variants_take_turns_and_each_is_first_in_some_rounds():
+    order = []
+    variants = {name: lambda number, name=name: order.append((number, name)) or number for name in "abc"}
+    assert in_rounds(variants, 3, warm_up=1) == {name: [1, 2, 3] for name in "abc"}
+    assert "".join(name for _, name in order) == "abc" + "bca" + "cab" + "abc"
+    assert [number for number, _ in order] == sorted([0, 1, 2, 3] * 3)
+
+
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_step_computes_products_as_precisely_as_a_run(allowed, tmp_path):
-    settings = TrainSettings([], 2, 16, "fp32", False, 1, 1.0, tmp_path)
-    run = recipe(settings, "vit_u1x1_8").replace({"compute.tf32": allowed})
+def test_a_step_computes_products_as_precisely_as_a_run(allowed):
+    run = recipe("vit_u1x1_8", 2, 16, "fp32", False).replace({"compute.tf32": allowed})
     training_step(run, random_batch(run, CPU))
     assert torch.get_float32_matmul_precision() == ("high" if allowed else "highest")
 
@@ -60,21 +67,19 @@ def compilations(monkeypatch):
 
 def test_each_batch_size_is_compiled_anew(compilations, monkeypatch, tmp_path):
     """torch stops after 8 versions of the same code, and then runs it uncompiled without an error."""
-    monkeypatch.setattr(latency, "interleave", run_once)
-    measure_latency(LatencySettings(["vit_u1x1_8"], [1, 2, 3], 16, "fp32", "default", 1, 0.01, tmp_path))
+    monkeypatch.setattr(networks, "interleave", run_once)
+    measure_latency(["vit_u1x1_8"], [1, 2, 3], 16, "fp32", "default", 1, 0.01, tmp_path)
     assert compilations == [1, 1, 1]
 
 
 def test_each_execution_of_branches_is_compiled_anew_at_each_batch_size(compilations, monkeypatch, tmp_path):
     monkeypatch.setattr(branches, "interleave", run_once)
-    settings = BranchesSettings(["vit_u1x2_8"], [1, 2], 16, "fp32", "default", False, 1, 0.01, tmp_path)
-    measure_branches(settings)
+    measure_branches(["vit_u1x2_8"], [1, 2], 16, "fp32", "default", False, 1, 0.01, tmp_path)
     assert compilations == [4, 4]
 
 
-def test_each_trained_network_is_compiled_anew(compilations, monkeypatch, tmp_path):
-    settings = TrainSettings([], 2, 16, "fp32", "default", 1, 1.0, tmp_path)
-    run = recipe(settings, "vit_u1x1_8")
+def test_each_trained_network_is_compiled_anew(compilations):
+    run = recipe("vit_u1x1_8", 2, 16, "fp32", "default")
     for _ in range(2):
         training_step(run, random_batch(run, CPU))
     assert compilations == [1, 1]
@@ -91,7 +96,7 @@ def test_more_networks_are_compiled_than_torch_does_by_itself(monkeypatch, tmp_p
     monkeypatch.setattr(networks, "interleave", run_once)
     monkeypatch.setattr(torch.compiler.config, "recompile_limit", 8)  # torch's own, which other benchmarks raise
     names = [f"vit_u{depth}x1_8" for depth in range(1, 11)]
-    measure_networks(NetworksSettings(names, 1, 16, compile="default", out=tmp_path))
+    measure_networks(names, 1, 16, "fp32", "default", False, 1, 0.01, tmp_path)
     assert len(graphs) == len(names)
 
 
@@ -111,6 +116,5 @@ def test_the_weights_of_all_executions_are_cast_once_in_inference(is_training, m
         return {name: [1.0] for name in variants}
 
     monkeypatch.setattr(branches, "interleave", watched)
-    settings = BranchesSettings(["vit_u1x2_8"], [1], 16, "bf16", False, is_training, 1, 0.01, tmp_path)
-    measure_branches(settings)
+    measure_branches(["vit_u1x2_8"], [1], 16, "bf16", False, is_training, 1, 0.01, tmp_path)
     assert shared == [not is_training]

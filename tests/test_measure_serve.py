@@ -1,15 +1,17 @@
-"""`vitray bench serve`: its table, and the load that it makes."""
+"""experiments/measure_serve.py: its table, and the load that it makes."""
 
 import base64
 import http.server
 import json
+import sys
 import threading
 import time
 
 import pytest
+from test_layers import ROOT
 
-from vitray.bench.http_load import HttpRequest, clients
-from vitray.bench.servers import Server, ServeSettings, jpeg, loads, measure_serve, medians
+sys.path.insert(0, str(ROOT / "experiments"))
+from measure_serve import HttpRequest, Server, clients, jpeg, loads, main, medians
 
 MODEL = "vit_u2x1_8"
 
@@ -88,8 +90,8 @@ def test_the_clients_count_answers_and_errors():
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_the_load_test_compares_servers_and_loses_no_request(tmp_path):
-    settings = ServeSettings(MODEL, deltas=5, processes=1, concurrency=[1, 4], image_size=32, seconds=2, rounds=1)
-    result = measure_serve(settings._replace(out=tmp_path))
+    sizes = ["--deltas=5", "--processes=1", "--image-size=32", "--seconds=2", "--rounds=1"]
+    result = main(["--model", MODEL, *sizes, "--concurrency", "1", "4", "--out", str(tmp_path)])
     assert len(result["rows"]) == 10
     assert {row["errors"] for row in result["rows"]} == {0}
     assert all(row["requests"] > 0 for row in result["rows"])

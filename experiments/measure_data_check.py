@@ -1,9 +1,9 @@
-"""python experiments/measure_verdict.py [--minutes 20] [--out FILE]: `vitray doctor data` against 16 trainings.
+"""python experiments/measure_data_check.py [--minutes 30] [--out FILE]: `vitray doctor data` against 16 trainings.
 
-Each is predicted, then trained at demo size for the steps of 32 predicted seconds, of which the last two thirds count:
-the others include the start. Where data limits, it trains three times as long and the last third counts: images that
-were decoded during the start last for a while, although Ray's object store is small. The results are in one JSON: a
-later call measures those that are missing. Run it on a machine without other work.
+Each is checked, and then trained at demo size for the steps of 32 seconds at the measured speed, of which the last two
+thirds count: the others include the start. Where images limit, it trains three times as long and the last third counts:
+images that were decoded during the start last for a while, although Ray's object store is small. The results are in one
+JSON: a later call measures those that are missing. Run it on a machine without other work.
 """
 
 import argparse
@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from vitray.bench.recipe_stages import measure_stages, plan_machines
-from vitray.bench.verdict import predict
+from vitray.bench.data_check import check_data
 from vitray.cluster.session import ray_session
 from vitray.config import Run, load_run
 from vitray.data.shards import read_request, write_dataset
+from vitray.runs.resolve import resolve
 from vitray.runs.run_dir import OUTCOME
 from vitray.runs.train import train
 from vitray.system import host_facts, storage
 
-# Seconds of a prediction's measurements, and of the training beside it.
-PREDICTING, TRAINING = 5.0, 32.0
+# Seconds of each of the check's measurements, and of the training beside it.
+CHECKING, TRAINING = 12.0, 32.0
 RECORDS, COUNTED = 9, 6
 # Of a run that waits for data: how many times as long it trains, and its records that count.
 LONGER, COUNTED_LAST = 3, 3
@@ -59,8 +59,8 @@ def configurations() -> dict[str, Run]:
 def main(words: Sequence[str] | None = None) -> None:
     """Measure what is missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0, help="no other one begins after them (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("bench_out/verdict.json"), help="the results (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no other one begins after them (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("bench_out/data_check.json"), help="the results (%(default)s)")
     options = parser.parse_args(words)
     end, runs = time.monotonic() + 60 * options.minutes, configurations()
     rows: list[dict[str, Any]] = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
@@ -82,12 +82,10 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def measure(run: Run, folder: Path) -> dict[str, Any]:
-    """Return the prediction of a run on this machine, and what its training gave."""
-    machines = plan_machines(run, None)
-    seconds = measure_stages(run, machines, PREDICTING)
-    predicted = predict(seconds, machines)
-    longer, counted = (1, COUNTED) if predicted.bottleneck == "step" else (LONGER, COUNTED_LAST)
-    every = max(5, round(longer * TRAINING * predicted.images_per_second / run.optim.batch / RECORDS))
+    """Return the check of a run on this machine, and what its training gave."""
+    checked = check_data(resolve(run), CHECKING, rounds=3)
+    longer, counted = (1, COUNTED) if checked["bottleneck"] == "step" else (LONGER, COUNTED_LAST)
+    every = max(5, round(longer * TRAINING * checked["images_per_second"] / run.optim.batch / RECORDS))
     changes = {"optim.duration": f"{RECORDS * every} steps", "tracking.every": f"{every} steps"}
     home = train(run.replace(changes), f"run{len(list(folder.iterdir()))}{time.time_ns()}", str(folder / "runs")).home
     outcome = json.loads(storage.read_bytes(storage.join(home, OUTCOME)))
@@ -97,9 +95,7 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     )
     times = 1 / speeds / (1 / speeds).sum()
     return {
-        "predicted": predicted._asdict(),
-        "seconds_per_image": seconds._asdict(),
-        "machines": machines._asdict(),
+        "checked": checked,
         "load": os.getloadavg()[0],
         "images_per_second": len(speeds) / float((1 / speeds).sum()),
         "speeds": speeds.tolist(),
@@ -110,15 +106,15 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the results as Markdown."""
     lines = [
-        "| configuration | bottleneck | predicted images/s | measured | error | predicted wait | measured | load |",
+        "| configuration | bottleneck | checked images/s | in training | error | checked wait | in training | load |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        predicted, speed = row["predicted"], row["images_per_second"]
-        error = predicted["images_per_second"] / speed - 1
+        checked, speed = row["checked"], row["images_per_second"]
+        error = checked["images_per_second"] / speed - 1
         lines.append(
-            f"| {row['name']} | {predicted['bottleneck']} | {predicted['images_per_second']:.0f} | {speed:.0f}"
-            f" | {error:+.0%} | {predicted['wait_share']:.0%} | {row['wait_share']:.0%} | {row['load']:.0f} |"
+            f"| {row['name']} | {checked['bottleneck']} | {checked['images_per_second']:.0f} | {speed:.0f}"
+            f" | {error:+.0%} | {checked['wait_share']:.0%} | {row['wait_share']:.0%} | {row['load']:.0f} |"
         )
     return "\n".join(lines)
 

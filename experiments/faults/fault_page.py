@@ -1,10 +1,12 @@
 """docs/faults.md from the cells' JSON."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vitray.bench.fault_subjects import SUBJECTS, Settings
+from fault_subjects import ROOT, SCRIPTS, SUBJECTS, Settings
 
+CELLS, PAGE = SCRIPTS / "cells", ROOT / "docs" / "faults.md"
 # {(subject, fault): the cell's JSON}
 Cells = Mapping[tuple[str, str], Mapping[str, Any]]
 
@@ -34,6 +36,12 @@ COLUMNS = (
     "a person",
     "MLflow",
 )
+
+
+def read_cells() -> Cells:
+    """Return the measured cells."""
+    cells = [json.loads(path.read_text()) for path in sorted(CELLS.glob("*.json"))]
+    return {(cell["subject"], cell["fault"]): cell for cell in cells}
 
 
 def faults_page(cells: Cells) -> str:
@@ -181,12 +189,12 @@ cells that say "not measured". Over all faults of this page:
 "All images": the faults after which each image is used as often as without the fault. The other columns are explained
 below.
 
-`python -m vitray.bench.faults` makes this page. It trains the same network (width 64, 6 blocks, 2 heads, patch 8) on
-the same {images:,} synthetic images of 32 px: {epochs} epochs, {steps} steps of {batch} images, {workers} workers over
-gloo, with random crops and flips. Each stack has an environment of its own, and saves and resumes as its documentation
-recommends. A step takes at least {pace} s: otherwise a run would end before some stacks notice a signal. Other work may
-use the same cores, so seconds are rough; images, steps and weights are exact. Cells without a JSON in
-`experiments/faults/cells` are not measured; the command measures the missing ones.
+`python experiments/faults/measure_faults.py` makes this page. It trains the same network (width 64, 6 blocks, 2
+heads, patch 8) on the same {images:,} synthetic images of 32 px: {epochs} epochs, {steps} steps of {batch} images,
+{workers} workers over gloo, with random crops and flips. Each stack has an environment of its own, and saves and
+resumes as its documentation recommends. A step takes at least {pace} s: otherwise a run would end before some stacks
+notice a signal. Other work may use the same cores, so seconds are rough; images, steps and weights are exact. Cells
+without a JSON in `experiments/faults/cells` are not measured; the command measures the missing ones.
 
 - **Images repeated, skipped**: images that the whole run uses more often, or less often, than the undisturbed run;
   steps that are undone later do not count. **Steps on other images**: steps whose images are not those of the same step

@@ -1,15 +1,27 @@
-"""The training stacks that `python -m vitray.bench.faults` compares: packages, commands, and how each resumes."""
+"""The training stacks that measure_faults.py compares: environments, images, commands, and how each resumes."""
 
 import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.parquet as pq
+
+from vitray.data.shards import read_request, write_dataset
+from vitray.errors import RunError
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "experiments" / "faults"
 NAME = "faults"
 """Of the run, in every stack."""
+VERSIONS = "import json, sys; from importlib.metadata import version; "
+VERSIONS += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
+EMPTY_STORE = "import sys; from mlflow import MlflowClient; MlflowClient(sys.argv[1]).search_experiments()"
+# Of the validation images that timm's train.py wants after each epoch.
+VAL_SHARE = 1 / 32
 
 
 class Settings(NamedTuple):
@@ -76,7 +88,7 @@ class Subject(NamedTuple):
 
 
 def environment(place: Place, settings: Settings, workers: int) -> Mapping[str, str]:
-    """Return the variables that the scripts of docs/faults read."""
+    """Return the variables that the scripts beside this file read."""
     content: dict[str, Any] = {
         **settings._asdict(),
         "steps": settings.steps,
@@ -196,3 +208,62 @@ def shown(command: list[str], place: Place) -> str:
     text = text.replace(f"{place.python} -m torch.distributed.run", "torchrun").replace(str(place.python), "python")
     text = text.replace(str(place.python.with_name("composer")), "composer").replace(f"{ROOT}/", "")
     return text.replace(str(place.out), "OUT").replace(str(place.data), "DATA")
+
+
+# ---- what is made on first use ---------------------------------------------------------------------------------------
+
+
+def make_environment(name: str, environments: Path) -> None:
+    """Install a subject's packages in an environment of its own, unless that is done."""
+    packages, done = SUBJECTS[name].packages, environments / name / "installed.json"
+    if not packages or (done.exists() and json.loads(done.read_text()) == list(packages)):
+        return
+    uv, folder = Path(sys.executable).with_name("uv"), environments / name
+    shutil.rmtree(folder, ignore_errors=True)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for command in (
+        [uv, "venv", "--quiet", "--python", version, folder],
+        [uv, "pip", "install", "--quiet", "--python", folder / "bin" / "python", *packages],
+    ):
+        if subprocess.run(command).returncode:
+            raise RunError(f"the environment of {name} is not complete: {' '.join(map(str, command))} failed")
+    if SUBJECTS[name].loss is not None:
+        store = f"sqlite:///{folder}/mlflow.db"
+        subprocess.run([folder / "bin" / "python", "-c", EMPTY_STORE, store], check=True)
+    done.write_text(json.dumps(list(packages)))
+
+
+def versions_of(name: str, environments: Path) -> dict[str, str]:
+    """Return the versions of a subject's packages."""
+    command = [str(python_of(name, environments)), "-c", VERSIONS, *SUBJECTS[name].versions]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def make_images(data: Path, settings: Settings) -> None:
+    """Draw the images as a dataset of vitray and as a folder of classes, whose file names are the rows."""
+    if (data / "folder").exists():
+        return
+    sizes = [f"images={settings.images}", "image_size=32", f"val_share={VAL_SHARE}"]
+    dataset = write_dataset(read_request("demo", str(data / "demo"), overrides=sizes))
+    unfinished = data / "unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for split, content in dataset.splits.items():
+        row = 0
+        for shard in content.shards:
+            table = pq.read_table(data / "demo" / shard.name, columns=["image", "label"])
+            for image, label in zip(*(table.column(name).to_pylist() for name in ("image", "label")), strict=True):
+                folder = unfinished / split / dataset.classes[label]
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{row:05}.jpg").write_bytes(image)
+                row += 1
+    unfinished.rename(data / "folder")
+
+
+def make_mds(data: Path, environments: Path) -> None:
+    """Write the training images as shards of Streaming, with its own writer."""
+    if not (data / "mds").exists():
+        unfinished = data / "unfinished.mds"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        script, python = SCRIPTS / "write_mds.py", python_of("composer", environments)
+        subprocess.run([python, script, data / "folder" / "train", unfinished], check=True)
+        unfinished.rename(data / "mds")

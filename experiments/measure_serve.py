@@ -1,6 +1,12 @@
-"""HTTP load on `vitray serve`, beside `mlflow models serve` and beside a process per model."""
+"""python experiments/measure_serve.py: HTTP load on `vitray serve`, beside MLflow's servers; see experiments/LOG.md.
 
+The alternatives are `mlflow models serve` of the whole family and a process per model. At the end a replica is killed
+and an alias moves under load.
+"""
+
+import argparse
 import base64
+import http.client
 import io
 import itertools
 import json
@@ -10,10 +16,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +31,14 @@ import psutil
 import torch
 from PIL import Image
 
-from vitray.bench.http_load import HttpRequest, clients
-from vitray.bench.rounds import circumstances, progress, write_csv
+from vitray.bench.results import Results
 from vitray.config import Run, load_run
 from vitray.errors import RunError
 from vitray.models.vit import ViT
 from vitray.serving.flavor import log_family, log_model
 from vitray.system.mlflow_client import import_mlflow, open_client, tracking_env
 from vitray.system.storage import scratch_folder
+from vitray.system.timing import circumstances, in_rounds, progress
 from vitray.tracking.model_registry import register_model
 from vitray.weights import save_model
 
@@ -37,18 +46,12 @@ START_SECONDS = 600
 ALIAS = "models:/bench@champion"
 
 
-class ServeSettings(NamedTuple):
-    """Settings of `vitray bench serve`."""
+class HttpRequest(NamedTuple):
+    """One request."""
 
-    model: str
-    deltas: int = 100
-    processes: int = 2
-    """MLflow servers of one model each."""
-    concurrency: Sequence[int] = (1, 8, 64)
-    image_size: int = 224
-    seconds: float = 10.0
-    rounds: int = 3
-    out: Path = Path("bench_out")
+    url: str
+    body: bytes
+    kind: str
 
 
 class Server(NamedTuple):
@@ -63,41 +66,62 @@ class Server(NamedTuple):
         return sum(process.memory_full_info().pss for process in [tree, *tree.children(recursive=True)])
 
 
-def measure_serve(settings: ServeSettings) -> dict[str, Any]:
+def main(words: list[str] | None = None) -> dict[str, Any]:
     """Measure every server at every concurrency in interleaved rounds, then kill and swap under load."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="vit_b12x1_16", help="a model name (%(default)s)")
+    parser.add_argument("--deltas", type=int, default=100, help="attention deltas (%(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="MLflow servers of one model each (%(default)s)")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64], help="clients (%(default)s)")
+    parser.add_argument("--image-size", type=int, default=224, help="pixels of a side (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time of a load in a round (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the results (%(default)s)")
+    options = parser.parse_args(words)
     with scratch_folder() as folder, ExitStack() as stack:
-        run = load_run(None, [f"model.name={settings.model}", f"model.image_size={settings.image_size}"])
-        write_networks(run, settings.deltas, folder)
+        run = load_run(None, [f"model.name={options.model}", f"model.image_size={options.image_size}"])
+        write_networks(run, options.deltas, folder)
         stack.enter_context(tracking_env(f"sqlite:///{folder}/mlruns.db"))
-        models = log_networks(folder, settings.deltas)
+        models = log_networks(folder, options.deltas)
         jpegs = [jpeg(seed, run.model.image_shape) for seed in range(16)]
-        vitray, mlflow, *processes = _start_servers(stack, settings, folder, models)
-        rows = _measure(loads(settings.deltas, jpegs, (vitray, mlflow, *processes)), settings)
-        where = circumstances(torch.device("cpu"))
-        print(f"{where}, {os.cpu_count()} CPUs; {settings.model}, {settings.image_size} px; {settings.rounds} rounds\n")
-        _print_rows(rows)
+        vitray, mlflow, *processes = start_servers(stack, options.deltas, options.processes, folder, models)
+        draws = loads(options.deltas, jpegs, (vitray, mlflow, *processes))
+        variants = {
+            (name, concurrency): partial(load_of, draw, concurrency, options.seconds)
+            for name, draw in draws.items()
+            for concurrency in options.concurrency
+        }
+        rows = medians(in_rounds(variants, options.rounds, warm_up=1, shown=True))
+        device = torch.device("cpu")
+        about = f"{os.cpu_count()} CPUs; {options.model}, {options.image_size} px; {options.rounds} rounds"
+        print(f"{circumstances(device)}, {about}\n")
+        stem = f"serve_{options.model}_{options.image_size}"
+        results = Results(options.out / stem, device, {"circumstances": circumstances(device), "about": about})
+        print(f"{'':<36}{'clients':>8}{'requests/s':>12}{'p50 ms':>9}{'p99 ms':>9}{'errors':>8}")
+        for row in rows:
+            speed = f"{row['clients']:>8}{row['requests_per_second']:>12.1f}"
+            print(f"{row['server']:<36}{speed}{row['p50_ms']:>9.1f}{row['p99_ms']:>9.1f}{row['errors']:>8}")
+            results.add(row)
         memory = {
             "vitray_bytes": vitray.memory(),
             "mlflow_bytes": mlflow.memory(),
             "process_bytes": sum(map(Server.memory, processes)) // len(processes),
         }
-        print(f"\nmemory: vitray serve, {settings.deltas} tasks, 2 replicas: {memory['vitray_bytes'] / 1e6:,.0f} MB;")
-        print(f"mlflow models serve, {settings.deltas} tasks: {memory['mlflow_bytes'] / 1e6:,.0f} MB;")
+        print(f"\nmemory: vitray serve, {options.deltas} tasks, 2 replicas: {memory['vitray_bytes'] / 1e6:,.0f} MB;")
+        print(f"mlflow models serve, {options.deltas} tasks: {memory['mlflow_bytes'] / 1e6:,.0f} MB;")
         print(f"a process per model: {memory['process_bytes'] / 1e6:,.0f} MB each")
-        lost = _disturb(vitray, jpegs)
-        write_csv(table := settings.out / f"serve_{settings.model}_{settings.image_size}.csv", rows)
-        return {"circumstances": where, "rows": rows, "files": [str(table)]} | memory | lost
+        return results.finish(memory | disturb(vitray, jpegs))
 
 
-def _start_servers(stack: ExitStack, settings: ServeSettings, folder: Path, models: list[str]) -> list[Server]:
+def start_servers(stack: ExitStack, deltas: int, processes: int, folder: Path, models: list[str]) -> list[Server]:
     """Start vitray serve, MLflow's server of the family, and one of each single model."""
-    tasks = [f"t{number}={folder}/t{number}" for number in range(settings.deltas)]
+    tasks = [f"t{number}={folder}/t{number}" for number in range(deltas)]
     words = ["pipelines.serve", str(folder / "base"), *tasks, f"followed={ALIAS}", "--replicas", "2", "--follow", "1"]
     progress("starting vitray serve")
     servers = [stack.enter_context(_started(words, "/healthz"))]
     family, *single = models
-    for number, model in enumerate([family, *(single[each % 2] for each in range(settings.processes))]):
-        progress(f"starting mlflow models serve, {number + 1} of {settings.processes + 1}")
+    for number, model in enumerate([family, *(single[each % 2] for each in range(processes))]):
+        progress(f"starting mlflow models serve, {number + 1} of {processes + 1}")
         words = ["mlflow", "models", "serve", "--env-manager", "local", "-m", model]
         servers.append(stack.enter_context(_started(words, "/health")))
     return servers
@@ -149,19 +173,12 @@ def log_networks(folder: Path, deltas: int) -> list[str]:
     return models
 
 
-def _measure(draws: dict[str, Callable[[], HttpRequest]], settings: ServeSettings) -> list[dict[str, Any]]:
-    measured: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for number in range(settings.rounds + 1):  # the first one warms up
-        for name, draw in draws.items():
-            for concurrency in settings.concurrency:
-                began = time.perf_counter()
-                with clients(concurrency, draw) as load:
-                    time.sleep(settings.seconds if number else min(settings.seconds, 3))
-                row = load.row(time.perf_counter() - began)
-                if number:
-                    measured.setdefault((name, concurrency), []).append(row)
-                progress(f"round {number} of {settings.rounds}: {name}, {concurrency} clients")
-    return medians(measured)
+def load_of(draw: Callable[[], HttpRequest], concurrency: int, seconds: float, _number: int) -> dict[str, Any]:
+    """Return throughput and latency of some clients."""
+    began = time.perf_counter()
+    with clients(concurrency, draw) as load:
+        time.sleep(seconds)
+    return load.row(time.perf_counter() - began)
 
 
 def medians(measured: Mapping[tuple[str, int], Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -176,14 +193,7 @@ def medians(measured: Mapping[tuple[str, int], Sequence[dict[str, Any]]]) -> lis
     return rows
 
 
-def _print_rows(rows: list[dict[str, Any]]) -> None:
-    print(f"{'':<36}{'clients':>8}{'requests/s':>12}{'p50 ms':>9}{'p99 ms':>9}{'errors':>8}")
-    for row in rows:
-        speed = f"{row['clients']:>8}{row['requests_per_second']:>12.1f}"
-        print(f"{row['server']:<36}{speed}{row['p50_ms']:>9.1f}{row['p99_ms']:>9.1f}{row['errors']:>8}")
-
-
-def _disturb(server: Server, jpegs: list[bytes]) -> dict[str, int]:
+def disturb(server: Server, jpegs: list[bytes]) -> dict[str, int]:
     """Kill a replica and move the alias while eight clients ask; return the numbers of requests and of lost ones."""
     with clients(8, lambda: _ask(server, random.choice(jpegs), "followed")) as load:
         time.sleep(2)
@@ -261,3 +271,65 @@ def _answers(url: str) -> bool:
             return response.status == 200
     except OSError:
         return False
+
+
+# ---- clients ---------------------------------------------------------------------------------------------------------
+
+
+class Load:
+    """The answers of some clients: their times, and the errors."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.errors: list[str] = []
+
+    def row(self, elapsed: float) -> dict[str, Any]:
+        """Return throughput and latency as columns."""
+        p50, p99 = np.percentile(self.seconds or [float("nan")], [50, 99]).tolist()
+        speed = {"requests_per_second": round(len(self.seconds) / elapsed, 2), "requests": len(self.seconds)}
+        return speed | {"p50_ms": round(1e3 * p50, 1), "p99_ms": round(1e3 * p99, 1), "errors": len(self.errors)}
+
+
+@contextmanager
+def clients(count: int, next_request: Callable[[], HttpRequest]) -> Iterator[Load]:
+    """Keep clients asking during the block, each on its own connection; a refused or lost request is an error."""
+    load, ended = Load(), threading.Event()
+
+    def work() -> None:
+        connections: dict[str, http.client.HTTPConnection] = {}
+        while not ended.is_set():
+            send_once(connections)
+        for connection in connections.values():
+            connection.close()
+
+    def send_once(connections: dict[str, http.client.HTTPConnection]) -> None:
+        request = next_request()
+        address = urllib.parse.urlsplit(request.url)
+        began = time.perf_counter()
+        try:
+            if address.netloc not in connections:
+                connections[address.netloc] = http.client.HTTPConnection(address.netloc, timeout=120)
+            connection = connections[address.netloc]
+            connection.request("POST", f"{address.path}?{address.query}", request.body, {"Content-Type": request.kind})
+            response = connection.getresponse()
+            content = response.read()
+            if response.status != 200:
+                raise OSError(f"{response.status} {content[:200]!r}")
+            load.seconds.append(time.perf_counter() - began)
+        except (OSError, http.client.HTTPException) as error:
+            connections.pop(address.netloc).close()
+            load.errors.append(repr(error))
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield load
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+if __name__ == "__main__":
+    main()

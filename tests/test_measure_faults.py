@@ -13,13 +13,21 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from test_layers import ROOT
 
-from vitray.bench import fault_page, faults
-from vitray.bench.fault_cells import FAULTS, measured_cost, step_summary
-from vitray.bench.fault_page import FAULT_TEXTS, faults_page, person_text, tracking_text
-from vitray.bench.fault_processes import Tree
-from vitray.bench.fault_records import StepRecord, cost_of, history_of, longest_pause, parse_records, starts_of
-from vitray.bench.fault_subjects import SUBJECTS, Place, Settings, environment, shown
-from vitray.errors import ConfigError
+sys.path.insert(0, str(ROOT / "experiments" / "faults"))
+from fault_page import FAULT_TEXTS, PAGE, faults_page, person_text, read_cells, tracking_text
+from fault_subjects import SUBJECTS, Place, Settings, environment, shown
+from measure_faults import (
+    FAULTS,
+    StepRecord,
+    Tree,
+    cost_of,
+    history_of,
+    longest_pause,
+    measured_cost,
+    parse_records,
+    starts_of,
+    step_summary,
+)
 
 BATCH, STEPS = 4, 12
 
@@ -244,10 +252,5 @@ def test_the_summary_adds_up_the_faults_of_a_stack_without_the_undisturbed_run()
 
 
 def test_the_page_is_that_of_the_measured_cells():
-    """Run `python -m vitray.bench.faults --page` after a change."""
-    assert faults.PAGE.read_text() == fault_page.faults_page(faults.read_cells(faults.CELLS))
-
-
-def test_an_unknown_fault_suggests_the_nearest():
-    with pytest.raises(ConfigError, match=r"--faults: got 'sigterms', expected .*did you mean sigterm"):
-        faults.main(["--faults", "sigterms"])
+    """Run `python experiments/faults/measure_faults.py --page` after a change."""
+    assert PAGE.read_text() == faults_page(read_cells())

@@ -1,11 +1,17 @@
-"""The pipelines of `vitray bench predict`: ours, Ray Data's documented one, a DataLoader loop, and each half alone.
+"""python experiments/measure_predict.py IMAGES: `vitray predict` and its alternatives in interleaved rounds.
 
-All read the same Parquet files and return the most probable classes of each image.
+Images per second, and the time to the first batch, of Ray Data's documented pipeline and of a DataLoader loop. All read
+the same Parquet files and return the most probable classes of each image. The bound is the lower of two speeds: that of
+decoding alone on the CPUs that the actors leave, and that of the network alone on the actors.
 """
 
+import argparse
 import io
+import json
+import logging
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,15 +27,113 @@ from ray.data import ActorPoolStrategy
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
-from vitray.bench.loaders import MEAN, STD
+from vitray.bench.ingest import MEAN, STD
+from vitray.bench.results import Results, draw_bars
+from vitray.config import load_run
 from vitray.data.augment.views import decode_views
 from vitray.inference.images import undecodable
 from vitray.inference.listing import list_images
 from vitray.inference.models import describe_network, open_network
 from vitray.inference.networks import views_of
 from vitray.inference.parts import load_networks, predict_batch
-from vitray.inference.pipeline import Bounds, compute_parts
+from vitray.inference.pipeline import Bounds, compute_parts, pool_bounds
 from vitray.inference.plan import TOP_K, Options, Plan, check_options, missing_parts, write_plan
+from vitray.models.vit import ViT
+from vitray.system.scratch import temporary_folder
+from vitray.system.timing import circumstances, in_rounds, ratio_of, spread_of
+from vitray.weights import save_model
+
+
+class Timing(NamedTuple):
+    """One pipeline in one round."""
+
+    first: float
+    """Seconds until the first batch; 0 for a half alone."""
+    speed: float
+    """Images per second, the start included."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("dataset", help="images as of vitray predict")
+    parser.add_argument("--model", default="vit_ti12x1_16", help="a model name (%(default)s)")
+    parser.add_argument("--images", type=int, default=512, help="images of a round (%(default)s)")
+    parser.add_argument("--workers", type=int, help="CPUs of the Ray started here (all)")
+    parser.add_argument("--batch", type=int, default=64, help="images in a batch (%(default)s)")
+    parser.add_argument("--image-size", type=int, default=224, help="pixels of a side (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the results (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    return parser
+
+
+def main() -> None:
+    """Measure every pipeline in turns, print and save the table."""
+    options = build_parser().parse_args()
+    # Ray's workers run at nice 15 by default; here they get the same priority as the others.
+    settings: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.WARNING}
+    settings |= {"num_cpus": options.workers, "_system_config": {"worker_niceness": 0}}
+    with temporary_folder() as folder, ray.init("local", **settings):
+        job = open_job(options, folder)
+        result = report(options, job, measure(job, folder, options.rounds))
+    if options.json:
+        print(json.dumps(result))
+
+
+def measure(job: "Job", folder: Path, rounds: int) -> dict[str, list[Timing]]:
+    """Return the timings of each pipeline."""
+
+    def piped(pipeline: "Callable[[Job, Path], Iterator[int]]", _number: int) -> Timing:
+        try:
+            return timed(pipeline(job, folder / "out"), len(job.plan.images))
+        finally:
+            shutil.rmtree(folder / "out", ignore_errors=True)
+
+    variants: dict[str, Callable[[int], Timing]] = {
+        "decode alone": lambda _: Timing(0, decode_alone(job)),
+        "network alone": lambda _: Timing(0, network_alone(job)),
+        "vitray predict": partial(piped, ours),
+        "Ray Data, Pillow": partial(piped, stock),
+        "DataLoader, Pillow": partial(piped, loader),
+    }
+    # The first round warms the page cache and the worker processes.
+    return in_rounds(variants, rounds, warm_up=1, shown=True)
+
+
+def timed(batches: Iterator[int], images: int) -> Timing:
+    """Return the time of the first batch, and the speed."""
+    start = time.perf_counter()
+    count = next(batches)
+    first = time.perf_counter() - start
+    count += sum(batches)
+    end = time.perf_counter() - start
+    assert count == images, f"got {count} images, expected {images}"
+    return Timing(first, images / end)
+
+
+def report(options: argparse.Namespace, job: "Job", timings: dict[str, list[Timing]]) -> dict[str, Any]:
+    """Print and save the table."""
+    device = torch.device(job.plan.device)
+    about = f"{len(job.plan.images)} images, {options.model}, {options.image_size} px, batches of {options.batch}"
+    about += f"; {job.actors} actors on {job.plan.device}, {job.decoders} CPUs to decode"
+    where = circumstances(device)
+    print(f"{where}\n{about}; {options.rounds} interleaved rounds, median ± half the interquartile range\n")
+    limits = zip(timings["decode alone"], timings["network alone"], strict=True)
+    bound = [min(decode.speed, network.speed) for decode, network in limits]
+    print(f"{'pipeline':<22}{'images/s':>18}{'over the bound':>18}{'first batch s':>18}")
+    results = Results(options.out / "predict", device, {"circumstances": where, "about": about})
+    for name, rounds in timings.items():
+        first, speed = (spread_of(values) for values in zip(*rounds, strict=True))
+        share = ratio_of([timing.speed for timing in rounds], bound)
+        print(f"{name:<22}{speed!s:>18}{share!s:>18}{first!s:>18}")
+        row: dict[str, Any] = {"pipeline": name} | speed.columns("images_per_second", 4)
+        results.add(row | share.columns("share_of_bound", 4) | first.columns("first_batch", 4))
+    bars = {row["pipeline"]: row["images_per_second"] for row in results.rows}
+    return results.finish(chart=draw_bars(bars, "images/s", f"{where}\n{about}"))
+
+
+# ---- the prediction --------------------------------------------------------------------------------------------------
 
 
 class Job(NamedTuple):
@@ -42,6 +146,20 @@ class Job(NamedTuple):
     actors: int
     decoders: int
     """The CPUs that the actors leave."""
+
+
+def open_job(options: argparse.Namespace, folder: Path) -> Job:
+    """Write the network and the images, and return the prediction."""
+    size = f"model.image_size={options.image_size}"
+    run = load_run(None, [f"model.name={options.model}", size, "model.num_classes=1000"])
+    torch.manual_seed(0)
+    save_model(str(folder / "model"), run, ViT(run.model))
+    files = write_images(options.dataset, options.images, options.batch, folder / "images")
+    assert len(files) > 1, f"--batch {options.batch}: expected at least two batches of the images"
+    device = "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+    plan = make_plan(str(folder / "model"), str(folder / "images"), options.batch, folder / "out", device)
+    cpus, actors = int(ray.cluster_resources()["CPU"]), pool_bounds(None, device).most
+    return Job(plan, files, actors, cpus if device == "cuda" else cpus - actors)
 
 
 def write_images(url: str, count: int, batch: int, folder: Path) -> list[str]:
@@ -62,6 +180,9 @@ def make_plan(model: str, images: str, batch: int, out: Path, device: Any) -> Pl
     spec = describe_network(model)[0]
     options = check_options([spec], Options(batch=batch, part=batch))
     return Plan((spec,), list_images(images), options, str(out), device)
+
+
+# ---- the pipelines ---------------------------------------------------------------------------------------------------
 
 
 def ours(job: Job, out: Path) -> Iterator[int]:
@@ -187,3 +308,7 @@ def _written(batches: Any, out: Path) -> Iterator[int]:
         columns = {name: list(values) for name, values in batch.items()}
         pq.write_table(pa.table(columns), out / f"{number:05d}.parquet")
         yield len(batch["classes"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""`vitray doctor data`: the speed between two marks, the verdict on known numbers, and measurements at toy size."""
+
+import json
+import math
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from image_sets import write_dataset
+
+from pipelines.__main__ import main
+from vitray.bench.data_check import Mark, rates, verdict, verdict_text
+from vitray.config import load_run
+
+
+@given(st.floats(0.01, 0.5), st.floats(0, 1), st.floats(2, 20))
+def test_a_steady_speed_is_that_of_any_part_of_it(each, waiting, seconds):
+    count = int(1.5 * seconds / each) + 2
+    marks = [Mark(place * each, place, waiting * place * each) for place in range(count)]
+    speed, wait = rates(marks, seconds)
+    assert speed == pytest.approx(1 / each)
+    assert wait == pytest.approx(waiting)
+
+
+@given(st.lists(st.integers(1, 40), min_size=3, max_size=8), st.floats(10, 1000))
+def test_images_in_bursts_are_counted_with_the_time_before_each(bursts, speed):
+    """A burst of n steps follows n / speed seconds of decoding; the first one is the warm-up."""
+    marks, now, steps = [Mark(0.0, 0, 0.0)], 0.0, 0
+    for place, size in enumerate(bursts):
+        now += size / speed if place else 0.0
+        for _ in range(size):
+            steps += 1
+            marks.append(Mark(now, steps, 0.0))
+    assert rates(marks, now + 1e-9)[0] == pytest.approx(speed)
+
+
+def test_the_warm_up_and_what_comes_too_late_do_not_count():
+    times = [0.0, 0.4, 0.9, *accumulate([1.0] * 10, initial=1.0), 100.0]
+    marks = [Mark(seconds, place, 0.0) for place, seconds in enumerate(times)]
+    assert rates(marks, 10.0)[0] == pytest.approx(1.0)  # from 1 s to 10 s
+    late = [Mark(0.0, 0, 0.0), Mark(50.0, 1, 40.0)]
+    assert rates(late, 10.0) == (pytest.approx(0.02), pytest.approx(0.8))
+
+
+def measured(stream: float, step: float, both: float, wait: float, gpus: float = 0) -> dict:
+    values = {"stream_images_per_second": stream, "step_images_per_second": step, "both_images_per_second": both}
+    values |= {f"{name}_spread": 0.0 for name in (*values, "wait_share")}
+    more = {"circumstances": "A card", "rounds": 3, "workers": 2, "cpus": 6, "gpus": gpus, "decoding_cpus": 4}
+    return values | more | {"wait_share": wait, "stream_over_step": stream / step}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "gpus", "settings", "bottleneck", "advice", "absent"),
+    [
+        ((1000, 2000, 1000, 0.5), 2, [], "images", "about 8 CPUs to decode, in place of 4", "share CPUs"),
+        ((1000, 2000, 1000, 0.5), 2, [], "images", "data.cache=decoded", "bf16"),
+        ((1000, 2000, 1000, 0.5), 0, ["data.cache=decoded"], "images", "resize=SIZE", "data.augment.decode"),
+        ((1000, 2000, 1000, 0.5), 2, ["data.augment.on=tasks"], "images", "data.augment.on=device", "bf16"),
+        ((2000, 1000, 1000, 0.0), 2, [], "step", "compute.compile=default", "data.cache"),
+        ((2000, 1000, 1000, 0.0), 2, ["compute.compile=default"], "step", "bf16", "compute.compile"),
+        ((2000, 1000, 700, 0.02), 0, [], "step", "together reach 70% of the slower one alone", "bf16"),
+        # Alone the stream is faster, but not beside the steps, which take its CPUs.
+        ((1200, 1000, 700, 0.2), 0, [], "images", "stream and step share CPUs", "in place of"),
+    ],
+)
+def test_the_verdict_names_the_bottleneck_and_what_to_change(numbers, gpus, settings, bottleneck, advice, absent):
+    result = verdict(load_run(None, settings), measured(*numbers, gpus), None, None)
+    assert (result["bottleneck"], result["images_per_second"]) == (bottleneck, numbers[2])
+    text = verdict_text(result)
+    assert advice in text
+    assert absent not in text
+    assert f"bottleneck: {bottleneck}" in text
+    assert "cost" not in text
+
+
+def test_the_cost_is_of_all_machines():
+    numbers = measured(2000, 4000, 2000, 0.5, gpus=2)
+    costs = [
+        verdict(load_run(), numbers, *prices)["cost_per_million_images"]
+        for prices in ((3.6, 0.0), (None, 0.1), (None, None))
+    ]
+    assert costs[:2] == pytest.approx([1.0, 0.6 * 500 / 3600])  # 500 s of two GPUs, and of six CPUs
+    assert costs[2] is None
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["compute.workers=1", "data.augment.policy=three_augment"],
+        ["compute.workers=2", "task=masked", "model.num_classes=null", "data.cache=decoded"],
+    ],
+    ids=["one worker", "two workers of a masked task"],
+)
+def test_a_recipe_is_measured(settings, ray_cluster, tmp_path, capsys):
+    write_dataset(tmp_path / "set", {"train": 64, "val": 16})
+    settings = [*settings, f"data.url={tmp_path / 'set'}", "model.name=vit_u2x1_8", "model.image_size=32"]
+    options = ["--seconds", "0.6", "--rounds", "2", "--cpu-hour", "0.1", "--json"]
+    assert main(["doctor", "data", "demo", "optim.batch=8", "compute.device=cpu", *settings, *options]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    speeds = [result[f"{part}_images_per_second"] for part in ("stream", "step", "both")]
+    assert all(math.isfinite(speed) and speed > 0 for speed in speeds)
+    assert result["images_per_second"] == speeds[2]
+    assert 0 <= result["wait_share"] <= 1
+    assert result["bottleneck"] == ("images" if result["wait_share"] >= 0.05 else "step")
+    assert result["decoding_cpus"] < result["cpus"] == 3
+    assert result["cost_per_million_images"] > 0
+    assert f"{speeds[1]:,.0f} ± " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "got no recipe, expected one recipe"),
+        (["demo", "compute.device=cpu", "data.url=null"], "data.url: got null"),
+        (["demo", "compute.device=cpu", "compute.workers=2..4"], "compute.workers: got 2..4, expected one number"),
+    ],
+)
+def test_bad_input_is_one_message(words, message, capsys):
+    assert main(["doctor", "data", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_cluster_has_its_own_cpus(capsys, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert main(["doctor", "data", "demo", "--cpus", "4"]) == 2
+    assert "a cluster has its own CPUs" in capsys.readouterr().err
