@@ -18,9 +18,9 @@ from vitray.data.augment.mixing import DeviceBatch, normalized
 from vitray.data.stream.batches import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
-from vitray.models.flexible import resize_kernel, resize_matrix
 from vitray.models.network import training_gflops
 from vitray.models.sizes import sizes_of
+from vitray.models.stems import resize_kernel, resize_matrix
 from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
 from vitray.training.learner import Learner

@@ -10,14 +10,10 @@ from torch import Tensor, nn
 
 from vitray.config import Model, Relative, Rope
 from vitray.models.adapters import Adapter
-from vitray.models.axial import AXES
 from vitray.models.blocks import Block
-from vitray.models.branches import BlockSpec, Execution, Trace
-from vitray.models.norms import build_norm
-from vitray.models.positions import AttentionPositions, Grid, Positions, VisiblePatches
+from vitray.models.branches import AXES, BlockSpec, Execution, Trace, build_norm
+from vitray.models.positions import AttentionPositions, AxialRope, Grid, Positions, VisiblePatches, offset_index
 from vitray.models.products import Products
-from vitray.models.relative import offset_index
-from vitray.models.rope import AxialRope
 from vitray.models.stems import Stem
 
 
@@ -207,7 +203,6 @@ class TwoHeads(nn.Module):
         self.class_token, self.distillation_token = class_token, distillation_token
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
-        """Return the logits, BK."""
         first_BK, second_BK = self.both(pooled_BD)
         return (first_BK + second_BK) / 2
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from vitray.config import Model
 from vitray.errors import ConfigError
-from vitray.models.flexible import resize_kernel
+from vitray.models.stems import resize_kernel
 from vitray.models.vit import ViT
 from vitray.weights.folder import LoadedModel, SavedModel, open_weights, save_model
 
