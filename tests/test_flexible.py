@@ -28,7 +28,7 @@ from vitray.training.loop import drawn_patch, take_step
 from vitray.training.optim import build_optimizer
 from vitray.training.schedule import length_of
 from vitray.weights import LoadedModel, load_model, save_model
-from vitray.weights.repatch import repatched
+from vitray.weights.folder import repatched
 
 TINY = {"name": "vit_u2x1_8", "image_size": 48, "num_classes": 5}
 

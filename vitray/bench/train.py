@@ -13,8 +13,7 @@ from vitray.config import Run, load_run
 from vitray.data.augment.mixing import DeviceBatch, normalized
 from vitray.data.stream.batches import Share
 from vitray.errors import ConfigError, RunError, one_line
-from vitray.tasks.build import build_task
-from vitray.tasks.costs import task_costs
+from vitray.tasks.build import build_task, task_costs
 from vitray.training.evaluator import autocast
 from vitray.training.learner import Learner, compile_model
 from vitray.training.loop import take_step

@@ -4,7 +4,7 @@ Shapes: B images, C colors or channels of a cell, H x W pixels, N patches (row b
 width; of the local stem, h x w patches, s x s cells of a patch, n = s * s.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from vitray.config.model_names import Name
 from vitray.config.stems import CELL, LOCAL_DEPTH, LOCAL_HEADS, RESNETS, feature_map
 from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec
-from vitray.models.products import Products, count_convolutions
+from vitray.models.products import Products
 from vitray.models.resnet import ResNet
 
 
@@ -59,7 +59,7 @@ class Stem(nn.Module):
 
     def count(self, products: Products, pixels: int) -> None:
         """Count the products for an image."""
-        count_convolutions(self.proj, products, pixels)
+        _count_layers(self.proj, products, pixels)
 
     def use_patch(self, patch: int) -> None:
         """Set the patch size: a linear stem resizes its kernel in each forward pass.
@@ -156,10 +156,24 @@ class LocalTransformer(nn.Module):
             for block in self.blocks:
                 block.count(products, cells, cells // patches)  # pyright: ignore[reportCallIssue]
             products.train(self.norm)
-            count_convolutions(self.merge, products, cells)
+            _count_layers(self.merge, products, cells)
 
         products.branches(partial(products.layer, self.linear, patches), count_cells)
         return patches
+
+
+def _count_layers(layers: Iterable[nn.Module], products: Products, positions: int) -> int:
+    """Count layers over the pixels or cells of an image, one after another, and return the positions after them."""
+    for layer in layers:
+        match layer:
+            case nn.Conv2d():
+                positions //= layer.stride[0] * layer.stride[1]
+                products.layer(layer, positions)
+            case nn.BatchNorm2d() | nn.LayerNorm() | nn.GELU():
+                products.train(layer)
+            case _:
+                positions = layer.count(products, positions)  # pyright: ignore[reportCallIssue]
+    return positions
 
 
 # Layers of stems whose row in `vitray/config/stems.py` states a cost; they take the name and model.resnet_eps. Those

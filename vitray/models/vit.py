@@ -64,12 +64,9 @@ class ViT(nn.Module):
         for module in self.blocks.modules():
             if isinstance(module, Adapter):
                 module.start_from_zero()
-        if self.class_token is not None:
-            nn.init.trunc_normal_(self.class_token, std=0.02)
-        if self.distillation_token is not None:
-            nn.init.trunc_normal_(self.distillation_token, std=0.02)
-        if self.registers is not None:
-            nn.init.trunc_normal_(self.registers, std=0.02)
+        for token in (self.class_token, self.distillation_token, self.registers):
+            if token is not None:
+                nn.init.trunc_normal_(token, std=0.02)
 
     def forward(self, images_BCHW: Tensor, trace: Trace | None = None) -> Tensor:
         """Return logits, or pooled features without a head; a `trace` receives each branch's attention weights."""
