@@ -201,8 +201,6 @@ def _equal_mass(confidences_N: np.ndarray, bins: int) -> np.ndarray:
 
 
 def _bins(confidences_N: np.ndarray, hits_N: np.ndarray, bins: int, equal_mass: bool) -> list[Bin]:
-    if bins < 1:
-        raise ConfigError(f"bins: got {bins}; expected at least 1")
     index_N = (_equal_mass if equal_mass else _equal_width)(confidences_N, bins)
     edges, found = np.linspace(0, 1, bins + 1).tolist(), []
     for index in range(bins):
