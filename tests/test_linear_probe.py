@@ -22,6 +22,10 @@ from vitray.metrics.linear_probe import (
 from vitray.metrics.probes import probe_shares
 
 
+def names(images):
+    return [f"image {row}" for row in range(images)]
+
+
 @pytest.mark.parametrize("l2", [1e-3, 1e-1])
 def test_the_fit_equals_scikit_learn(l2):
     train, test = clusters(150), clusters(50, 1)
@@ -44,9 +48,9 @@ def test_a_warm_start_ends_in_the_same_place():
 
 def test_the_l2_is_chosen_on_a_tenth_of_the_training_images():
     train, test = clusters(200), clusters(60, 1)
-    keys = [f"image {row}" for row in range(200)]
+    keys = names(200)
     probe = probe_linear(train, test, 5, keys=keys)
-    development = draw_part(200, 20, 0, keys)
+    development = draw_part(keys, 20, 0)
     part = Labeled(train.features[~development], train.labels[~development])
     held = Labeled(train.features[development], train.labels[development])
     assert [*probe.hits] == sorted([10.0**power for power in range(-6, 2)], reverse=True)
@@ -61,14 +65,14 @@ def test_the_l2_is_chosen_on_a_tenth_of_the_training_images():
 
 def test_of_equal_hits_the_larger_l2_is_chosen():
     train = clusters(60, spread=0.01)
-    probe = probe_linear(train, train, 5, l2_grid=[1e-3, 1e-1, 1e-2])
+    probe = probe_linear(train, train, 5, names(60), [1e-3, 1e-1, 1e-2])
     assert [*probe.hits.values()] == [6, 6, 6]
     assert probe.chosen == 1e-1
 
 
 def test_the_order_of_images_changes_nothing_with_keys():
     train, test = clusters(100), clusters(40, 1)
-    keys, order = np.array([f"image {row}" for row in range(100)]), np.random.default_rng(1).permutation(100)
+    keys, order = np.array(names(100)), np.random.default_rng(1).permutation(100)
     one = probe_linear(train, test, 5, keys.tolist(), [1e-2, 1.0])
     shuffled = Labeled(train.features[order], train.labels[order])
     other = probe_linear(shuffled, test, 5, keys[order].tolist(), [1e-2, 1.0])
@@ -78,9 +82,9 @@ def test_the_order_of_images_changes_nothing_with_keys():
 
 def test_absent_classes_one_class_and_constant_features():
     train = Labeled(np.c_[np.arange(20.0) % 2, np.ones(20)], np.arange(20) % 2)
-    assert probe_linear(train, train, 4, l2_grid=[1e-3]).score.top1 == 1.0
+    assert probe_linear(train, train, 4, names(20), [1e-3]).score.top1 == 1.0
     same = Labeled(np.ones((2, 3)), np.zeros(2, int))
-    assert probe_linear(same, same, 1, l2_grid=[1e-3]).score.top1 == 1.0
+    assert probe_linear(same, same, 1, names(2), [1e-3]).score.top1 == 1.0
 
 
 # ---- features that do not fit memory ---------------------------------------------------------------------------------
@@ -88,7 +92,7 @@ def test_absent_classes_one_class_and_constant_features():
 
 def test_a_share_of_the_labels_is_that_of_the_smallest_hashes_in_any_order():
     train, test = clusters(200), clusters(60, 1)
-    keys = [f"image {row}" for row in range(200)]
+    keys = names(200)
     values = probe_shares([0.1, 0.5], ProbeInputs(test, 5, train, keys))
     hashes = [hashlib.sha256(f"1\0{key}".encode()).digest() for key in keys]
     for share, count in ((0.1, 20), (0.5, 100)):
@@ -146,9 +150,9 @@ def test_sgd_scores_nearly_as_lbfgs_does():
 def test_the_learning_rate_of_sgd_is_chosen_on_a_tenth_of_the_training_images(monkeypatch):
     monkeypatch.setattr(linear_probe, "SGD_CHUNK", 64)
     train, test = clusters(400), clusters(200, 1)
-    keys = [f"image {row}" for row in range(400)]
+    keys = names(400)
     probe = probe_linear_sgd(train, test, 5, keys)
-    development = draw_part(400, 40, 0, keys)
+    development = draw_part(keys, 40, 0)
     held = Labeled(train.features[development], train.labels[development])
     for lr, hits in probe.hits.items():
         head = fit_head_sgd(chunks_of(train, ~development), 5, lr)
@@ -175,10 +179,13 @@ def test_chunks_deal_the_flagged_images_in_random_order_and_begin_anew(monkeypat
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: probe_linear_sgd(clusters(1), clusters(1), 5), "1 training image; expected at least 2"),
-        (lambda: probe_linear(clusters(1), clusters(1), 5), "1 training image; expected at least 2"),
-        (lambda: probe_linear_sgd(clusters(9), clusters(9), 2), "train labels: row"),
-        (lambda: probe_linear_sgd(clusters(9), clusters(9, width=3), 5), "test features: 3 columns; expected 20"),
+        (lambda: probe_linear_sgd(clusters(1), clusters(1), 5, names(1)), "1 training image; expected at least 2"),
+        (lambda: probe_linear(clusters(1), clusters(1), 5, names(1)), "1 training image; expected at least 2"),
+        (lambda: probe_linear_sgd(clusters(9), clusters(9), 2, names(9)), "train labels: row"),
+        (
+            lambda: probe_linear_sgd(clusters(9), clusters(9, width=3), 5, names(9)),
+            "test features: 3 columns; expected 20",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_name(call, message):

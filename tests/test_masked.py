@@ -459,7 +459,7 @@ def worker(rank: int, workers: int, folder: str) -> None:
             model(images()[rank::workers], sources(kind)[rank::workers]).backward()
         gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
         if kind == "tokenizer":
-            gradients["perplexity"] = torch.tensor(module.read_perplexity(training=True))
+            gradients["perplexity"] = torch.tensor(module.read_metrics(training=True)["perplexity"])
         if rank == 0:
             torch.save(gradients, f"{folder}/{kind}.pt")
     dist.destroy_process_group()
@@ -473,7 +473,7 @@ def test_two_workers_get_the_gradients_of_one(tmp_path):
         gradients = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
         module(images(), sources(kind)).backward()
         if kind == "tokenizer":
-            assert float(gradients.pop("perplexity")) == pytest.approx(module.read_perplexity(training=True))
+            assert float(gradients.pop("perplexity")) == pytest.approx(module.read_metrics(training=True)["perplexity"])
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=f"{kind}: {name}")
 

@@ -124,20 +124,11 @@ def check_probe(train: Labeled, test: Labeled, num_classes: int) -> tuple[Labele
     return train, test
 
 
-def draw_part(count: int, part: int, seed: int, keys: Any = None) -> np.ndarray:
-    """Return N flags, `part` of them True: by a hash of each image's key, or else by a permutation of the rows.
-
-    By keys, the images of the part are the same in any order of the rows.
-    """
-    if keys is None:
-        order_N = np.random.default_rng(seed).permutation(count)
-    elif len(keys) != count:
-        raise ConfigError(f"keys: {len(keys)} of them; expected {count}, one for each image")
-    else:
-        digests = [sha256(f"{seed}\0{key}".encode("utf-8", "surrogateescape")).digest() for key in keys]
-        order_N = np.array(sorted(range(count), key=digests.__getitem__), dtype=np.int64)
-    mask_N = np.zeros(count, dtype=bool)
-    mask_N[order_N[:part]] = True
+def draw_part(keys: Sequence[str], part: int, seed: int) -> np.ndarray:
+    """Return N flags, `part` of them True, by a hash of each image's key: the same images in any order of the rows."""
+    digests = [sha256(f"{seed}\0{key}".encode("utf-8", "surrogateescape")).digest() for key in keys]
+    mask_N = np.zeros(len(keys), dtype=bool)
+    mask_N[sorted(range(len(keys)), key=digests.__getitem__)[:part]] = True
     return mask_N
 
 

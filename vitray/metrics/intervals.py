@@ -83,7 +83,7 @@ def wilson(hits: float, n: int, level: float = 0.95) -> Interval:
     """Return Wilson's score interval of a proportion; hits may be a mean over repetitions."""
     from scipy.special import ndtri  # loads slowly
 
-    assert n >= 1 and 0 <= hits <= n, f"{hits} hits of {n} images"  # noqa: PT018
+    assert 0 <= hits <= n, f"{hits} hits of {n} images"
     z, share = float(ndtri((1 + level) / 2)), hits / n
     center = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * np.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
@@ -106,7 +106,6 @@ def bootstrap(
     array = np.asarray(values, dtype=np.float64)
     rng, images = np.random.default_rng(seed), len(array)
     if statistic is None:
-        array = array.reshape(images, -1).mean(1)
         distinct, counts = np.unique(array, return_counts=True)
         estimate = float(distinct @ counts) / images
         if len(distinct) <= FEW_VALUES:  # a draw is a multinomial count of each value

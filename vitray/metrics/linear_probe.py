@@ -87,7 +87,7 @@ def probe_linear(
     train: Labeled,
     test: Labeled,
     num_classes: int,
-    keys: Sequence[str] | None = None,
+    keys: Sequence[str],
     l2_grid: Sequence[float] = L2_GRID,
 ) -> LinearProbe:
     """Return the score of a head fitted on all training images, with the L2 that has the most hits on a held-out tenth.
@@ -107,7 +107,7 @@ def probe_linear(
     return LinearProbe(score_head(head, test), head, best, hits, converged)
 
 
-def probe_linear_sgd(train: Labeled, test: Labeled, num_classes: int, keys: Sequence[str] | None = None) -> LinearProbe:
+def probe_linear_sgd(train: Labeled, test: Labeled, num_classes: int, keys: Sequence[str]) -> LinearProbe:
     """Return the score of a head fitted on all training images, with the learning rate of the most hits on a tenth.
 
     Of equal hits, the smaller rate is better.
@@ -124,14 +124,14 @@ def probe_linear_sgd(train: Labeled, test: Labeled, num_classes: int, keys: Sequ
     return LinearProbe(score_head(head, test), head, best, hits)
 
 
-def _development(train: Labeled, keys: Sequence[str] | None, what: str) -> np.ndarray:
+def _development(train: Labeled, keys: Sequence[str], what: str) -> np.ndarray:
     """Return N flags of a tenth of the training images, which a hash of the keys chooses."""
     images = len(train.labels)
     if images < 2:
         raise ConfigError(
             f"linear probe: 1 training image; expected at least 2, one to choose the {what} and one to fit"
         )
-    return draw_part(images, max(1, round(DEVELOPMENT * images)), SEED, keys)
+    return draw_part(keys, max(1, round(DEVELOPMENT * images)), SEED)
 
 
 def chunks_of(data: Labeled, mask_N: np.ndarray) -> Callable[[], Iterator[Labeled]]:
