@@ -15,6 +15,7 @@ from vitray.metrics.few_shot import (
     shots_within,
     smallest_class,
 )
+from vitray.metrics.probes import probe_scores
 
 
 def clusters(images, seed=0, num_classes=5, width=20, spread=2.0):
@@ -113,6 +114,6 @@ def test_a_number_of_shots_is_that_of_the_smallest_class_or_fewer():
 def test_bad_input_is_refused_by_name():
     train, test = clusters(10), clusters(10, 1)
     with pytest.raises(ConfigError, match="test features: 19 columns; expected 20"):
-        probe_few_shot(train, Labeled(test.features[:, 1:], test.labels), 5)
+        probe_scores(["few_shot"], ProbeInputs(Labeled(test.features[:, 1:], test.labels), 5, train))
     with pytest.raises(ConfigError, match=r"train labels: row \d+ has class 4; expected 0 to 3"):
-        probe_few_shot(train, test, 4)
+        probe_scores(["few_shot"], ProbeInputs(Labeled(test.features, np.zeros(10, int)), 4, train))

@@ -10,6 +10,7 @@ from test_few_shot import clusters
 from vitray.errors import ConfigError
 from vitray.metrics.arrays import Labeled, ProbeInputs
 from vitray.metrics.knn import knn_scores, nearest_rows, probe_knn
+from vitray.metrics.probes import probe_scores
 
 
 def test_votes_equal_a_loop_over_the_published_rule():
@@ -106,7 +107,7 @@ def test_one_image_zero_features_and_half_precision():
 def test_bad_input_is_refused_by_name():
     train = clusters(9)
     with pytest.raises(ConfigError, match=r"test labels: the shape is \(8,\); expected \(9,\)"):
-        probe_knn(train, Labeled(train.features, train.labels[1:]), 5)
+        probe_scores(["knn"], ProbeInputs(Labeled(train.features, train.labels[1:]), 5, train))
 
 
 def test_few_training_images_are_all_neighbors():

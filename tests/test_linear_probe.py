@@ -176,18 +176,7 @@ def test_chunks_deal_the_flagged_images_in_random_order_and_begin_anew(monkeypat
     assert min(len(set(chunk.labels)) for chunk in first) >= 7
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: probe_linear_sgd(clusters(1), clusters(1), 5, names(1)), "1 training image; expected at least 2"),
-        (lambda: probe_linear(clusters(1), clusters(1), 5, names(1)), "1 training image; expected at least 2"),
-        (lambda: probe_linear_sgd(clusters(9), clusters(9), 2, names(9)), "train labels: row"),
-        (
-            lambda: probe_linear_sgd(clusters(9), clusters(9, width=3), 5, names(9)),
-            "test features: 3 columns; expected 20",
-        ),
-    ],
-)
-def test_bad_input_is_refused_by_name(call, message):
-    with pytest.raises(ConfigError, match=message):
-        call()
+def test_one_training_image_is_refused():
+    for probe in (probe_linear, probe_linear_sgd):
+        with pytest.raises(ConfigError, match="1 training image; expected at least 2"):
+            probe(clusters(1), clusters(1), 5, names(1))

@@ -109,19 +109,21 @@ def unit_rows(features_NF: np.ndarray) -> np.ndarray:
     return features_NF / np.maximum(np.linalg.norm(features_NF, axis=1, keepdims=True), 1e-12)
 
 
-def check_features(split: str, data: Labeled, num_classes: int) -> Labeled:
-    """Return the features of a split and their labels."""
-    features_NF = check_matrix(f"{split} features", data.features, "features")
-    return Labeled(features_NF, check_labels(data.labels, len(features_NF), num_classes, f"{split} labels"))
-
-
-def check_probe(train: Labeled, test: Labeled, num_classes: int) -> tuple[Labeled, Labeled]:
-    """Return the features of both splits of a probe; they have the same number of columns."""
-    train, test = check_features("train", train, num_classes), check_features("test", test, num_classes)
-    wanted, got = train.features.shape[1], test.features.shape[1]
+def check_probe(inputs: ProbeInputs) -> ProbeInputs:
+    """Return the inputs with their features and labels checked; those of both splits have the same columns."""
+    scored = _check_split("test", inputs.scored, inputs.num_classes)
+    if inputs.train is None:
+        return inputs._replace(scored=scored)
+    train = _check_split("train", inputs.train, inputs.num_classes)
+    wanted, got = train.features.shape[1], scored.features.shape[1]
     if got != wanted:
         raise ConfigError(f"test features: {got} columns; expected {wanted}, as many as the train features have")
-    return train, test
+    return inputs._replace(scored=scored, train=train)
+
+
+def _check_split(split: str, data: Labeled, num_classes: int) -> Labeled:
+    features_NF = check_matrix(f"{split} features", data.features, "features")
+    return Labeled(features_NF, check_labels(data.labels, len(features_NF), num_classes, f"{split} labels"))
 
 
 def draw_part(keys: Sequence[str], part: int, seed: int) -> np.ndarray:

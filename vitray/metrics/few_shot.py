@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitray.metrics.arrays import Labeled, ProbeInputs, ProbeScore, check_probe, predict, score_predictions
+from vitray.metrics.arrays import Labeled, ProbeInputs, ProbeScore, predict, score_predictions
 
 SHOTS = (1, 5, 10, 25)
 SEEDS = (0, 1, 2)
@@ -52,7 +52,6 @@ def probe_few_shot(
 
     A class with fewer images than shots gives all that it has.
     """
-    train, test = check_probe(train, test, num_classes)
     scores: dict[int, list[ProbeScore]] = {count: [] for count in shots}
     for seed in SEEDS:
         order = shot_order(train.labels, num_classes, seed)

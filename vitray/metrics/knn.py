@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vitray.metrics.arrays import Labeled, ProbeInputs, ProbeScore, check_probe, score_predictions, unit_rows
+from vitray.metrics.arrays import Labeled, ProbeInputs, ProbeScore, score_predictions, unit_rows
 from vitray.metrics.intervals import proportion_values
 
 NEIGHBORS = (10, 20)
@@ -41,7 +41,6 @@ def probe_knn(
     temperature: float = TEMPERATURE,
 ) -> dict[int, ProbeScore]:
     """Return {k: score}; each k is at most the number of training images."""
-    train, test = check_probe(train, test, num_classes)
     predictions_kN = {k: np.empty(len(test.labels), np.int64) for k in neighbors}
     for start in range(0, len(test.labels), BLOCK):
         rows_BT, similar_BT = _neighbors(train.features, test.features[start : start + BLOCK], max(neighbors))

@@ -17,7 +17,6 @@ from vitray.metrics.arrays import (
     Labeled,
     ProbeInputs,
     ProbeScore,
-    check_probe,
     draw_part,
     predict,
     score_predictions,
@@ -94,7 +93,6 @@ def probe_linear(
 
     Of equal hits, the larger L2 is better.
     """
-    train, test = check_probe(train, test, num_classes)
     development_N = _development(train, keys, "L2")
     part = Labeled(train.features[~development_N], train.labels[~development_N])
     hits, head = {}, None
@@ -112,7 +110,6 @@ def probe_linear_sgd(train: Labeled, test: Labeled, num_classes: int, keys: Sequ
 
     Of equal hits, the smaller rate is better.
     """
-    train, test = check_probe(train, test, num_classes)
     development_N = _development(train, keys, "lr")
     development, part = chunks_of(train, development_N), chunks_of(train, ~development_N)
     hits = {}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitray.metrics.arrays import Labeled, ProbeInputs, check_logits, draw_part
+from vitray.metrics.arrays import Labeled, ProbeInputs, check_logits, check_probe, draw_part
 from vitray.metrics.calibration import calibration_scores
 from vitray.metrics.feature_rank import rank_scores
 from vitray.metrics.few_shot import SHOTS, few_shot_scores
@@ -82,7 +82,7 @@ PROBES = {
 
 def probe_scores(names: Collection[str], inputs: ProbeInputs) -> dict[str, Any]:
     """Return the scores of the named probes by name."""
-    values: dict[str, Any] = {}
+    inputs, values = check_probe(inputs), dict[str, Any]()
     for name, probe in PROBES.items():
         if name in names:
             values |= probe.compute(inputs)
@@ -92,7 +92,8 @@ def probe_scores(names: Collection[str], inputs: ProbeInputs) -> dict[str, Any]:
 def probe_shares(shares: Sequence[float], inputs: ProbeInputs) -> dict[str, Any]:
     """Return the scores of linear probes that learn from a share of the training images, as `linear_share0.1`.
 
-    A hash of the keys chooses the images, so a larger share has those of a smaller one, for every network.
+    A hash of the keys chooses the images, so a larger share has those of a smaller one, for every network. The inputs
+    are those of `probe_scores`, which checks them.
     """
     values: dict[str, Any] = {}
     for share in shares:
