@@ -1,7 +1,7 @@
 """The branches of a block: an attention and a feed-forward, each with its norm and LayerScale, without the residual.
 
 Shapes: B images, N tokens, D width, H heads, P branches whose heads are one after another, K channels inside a branch,
-d channels of a head. Of axial attention, R rows, C columns, S lines of L patches, N = R * C patches row by row.
+d channels of a head. Of axial attention, R rows, C columns, S lines of L patches, X = B * S, N = R * C row by row.
 """
 
 from collections.abc import Sequence
