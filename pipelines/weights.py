@@ -43,8 +43,7 @@ def main(args: list[str]) -> dict[str, Any]:
     storage.check_there(options.url)
     from vitray.cluster.storage_check import check_outlives_job
     from vitray.runs.model_output import save_checkpoint
-    from vitray.weights import describe_weights, flatten_model
-    from vitray.weights.repatch import repatch_model
+    from vitray.weights import describe_weights, flatten_model, repatch_model
 
     if options.action != "show":
         check_outlives_job(options.target)

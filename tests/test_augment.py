@@ -56,7 +56,7 @@ from vitray.data.augment.mixing import (
 )
 from vitray.data.stream.epoch_order import EpochOrder, positions_of
 from vitray.errors import ConfigError
-from vitray.tasks.losses import binary_cross_entropy
+from vitray.tasks.supervised import binary_cross_entropy
 
 PIL_MODES = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 POLICIES = {

@@ -10,13 +10,12 @@ from vitray.config import Model, Run
 from vitray.errors import ConfigError
 from vitray.inspection import attention_distances, tensor_changes
 from vitray.inspection.levels import run_levels
-from vitray.models.axial import AXES, join_lines, split_lines, spread_weights
+from vitray.models.branches import AXES, join_lines, split_lines, spread_weights
 from vitray.models.positions import VisiblePatches
 from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
-from vitray.weights.folder import LoadedModel
+from vitray.weights.folder import LoadedModel, repatched
 from vitray.weights.pretrained import adapt
-from vitray.weights.repatch import repatched
 
 AXIAL = {"attention": "axial", "class_token": False, "pool": "mean"}
 GRID = (2, 3)

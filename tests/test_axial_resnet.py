@@ -20,8 +20,8 @@ from vitray.errors import ConfigError
 from vitray.exports.folding import fold
 from vitray.exports.graphs import trace_program, write_onnx
 from vitray.inspection.states import run_states
-from vitray.models.axial import AXES
 from vitray.models.axial_resnet import HEADS, AxialBottleneck, PositionalAttention
+from vitray.models.branches import AXES
 from vitray.models.counts import Counts, count, diagram
 from vitray.models.network import network_sizes
 from vitray.models.torchvision_networks import TorchvisionNetwork, stage_widths

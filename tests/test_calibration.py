@@ -6,10 +6,16 @@ from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 from sklearn.metrics import brier_score_loss, log_loss
 
-from vitray.errors import ConfigError
 from vitray.evaluation.results import score
 from vitray.metrics import calibration
-from vitray.metrics.calibration import adaptive_ece, best_temperature, brier, ece, fit_temperature, nll, reliability
+from vitray.metrics.calibration import (
+    adaptive_ece,
+    best_temperature,
+    brier,
+    calibration_scores,
+    fit_temperature,
+    reliability,
+)
 from vitray.metrics.intervals import Interval, bootstrap, reflected
 
 
@@ -32,8 +38,8 @@ def test_ece_equals_a_loop_over_bins():
     for index in range(15):
         rows = np.flatnonzero((confidences > index / 15) & (confidences <= (index + 1) / 15))
         groups += [rows] * (len(rows) > 0)
-    assert ece(logits, labels) == pytest.approx(slow_ece(confidences, hits, groups), abs=1e-12)
-    assert ece(logits, labels) > 0.1
+    assert calibration_scores(logits, labels).ece == pytest.approx(slow_ece(confidences, hits, groups), abs=1e-12)
+    assert calibration_scores(logits, labels).ece > 0.1
 
 
 def test_adaptive_ece_has_bins_of_equal_mass():
@@ -48,11 +54,11 @@ def test_equal_confidences_share_a_bin():
     logits, labels = np.zeros((20, 2)), np.arange(20) % 2
     [only] = reliability(logits, labels, equal_mass=True)
     assert only == (0.5, 0.5, 20, 10, 0.5, 0.5)
-    assert adaptive_ece(logits, labels) == ece(logits, labels) == 0
+    assert adaptive_ece(logits, labels) == calibration_scores(logits, labels).ece == 0
 
 
 def test_bins_of_a_diagram_contain_their_upper_bound():
-    bins = reliability([[0.0, 0.0], [9.0, 0.0]], [0, 1], bins=4)
+    bins = reliability(np.array([[0.0, 0.0], [9.0, 0.0]]), np.array([0, 1]), bins=4)
     assert [(each.low, each.high, each.images, each.hits) for each in bins] == [
         (0.0, 0.25, 0, 0),
         (0.25, 0.5, 1, 1),
@@ -67,11 +73,11 @@ def test_brier_and_nll_equal_scikit_learn():
     probabilities = softmax(logits.astype(float), 1)
     wanted = brier_score_loss(labels, probabilities, labels=np.arange(6), scale_by_half=False)
     assert brier(logits, labels) == pytest.approx(wanted, rel=1e-12)
-    assert nll(logits, labels) == pytest.approx(log_loss(labels, probabilities), rel=1e-12)
+    assert calibration_scores(logits, labels).nll == pytest.approx(log_loss(labels, probabilities), rel=1e-12)
     cooler = softmax(logits.astype(float) / 2.5, 1)
-    assert nll(logits, labels, 2.5) == pytest.approx(log_loss(labels, cooler), rel=1e-12)
-    assert brier(np.eye(3) * 100, [0, 1, 2]) == pytest.approx(0)
-    assert brier(np.eye(3) * 100, [1, 2, 0]) == pytest.approx(2)
+    assert calibration_scores(logits, labels, 2.5).nll == pytest.approx(log_loss(labels, cooler), rel=1e-12)
+    assert brier(np.eye(3) * 100, np.arange(3)) == pytest.approx(0)
+    assert brier(np.eye(3) * 100, np.array([1, 2, 0])) == pytest.approx(2)
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0, 3.0, 300.0])
@@ -91,11 +97,11 @@ def test_a_temperature_is_fitted_on_one_half_and_measured_on_the_other():
     logits, labels = random_logits()
     keys = [f"image {row}" for row in range(500)]
     fitted = fit_temperature(logits, labels, keys)
-    half = calibration.draw_part(500, 250, 0, keys)
+    half = calibration.draw_part(keys, 250, 0)
     assert half.sum() == fitted.fitted == fitted.before.images == fitted.after.images == 250
     assert fitted.temperature == best_temperature(logits[half], labels[half])
-    assert fitted.before == calibration.calibration_scores(logits[~half], labels[~half])
-    assert fitted.after.nll == pytest.approx(nll(logits[~half], labels[~half], fitted.temperature))
+    assert fitted.before == calibration_scores(logits[~half], labels[~half])
+    assert fitted.after.nll == pytest.approx(calibration_scores(logits[~half], labels[~half], fitted.temperature).nll)
     assert fitted.after.ece < fitted.before.ece
     assert not fitted.at_bound
 
@@ -108,32 +114,30 @@ def test_the_half_follows_the_keys_in_any_order():
     other = fit_temperature(logits[order], labels[order], keys[order].tolist())
     assert other.temperature == pytest.approx(one.temperature, rel=1e-9)
     assert other.after == pytest.approx(one.after, rel=1e-9)
-    assert fit_temperature(logits, labels, keys.tolist(), seed=1).temperature != one.temperature
-    assert fit_temperature(logits, labels, seed=1) == fit_temperature(logits, labels, seed=1)
 
 
 def test_a_temperature_without_a_minimum_is_at_a_bound():
     logits = 3 * np.eye(4)
-    assert calibration.best_temperature(1e4 * logits[:1], [1]) == calibration.HOTTEST
-    assert fit_temperature(logits, [0, 1, 2, 3])[:2] == (calibration.COLDEST, True)
-    assert fit_temperature(logits, [1, 2, 3, 0])[:2] == (calibration.HOTTEST, True)
+    assert best_temperature(1e4 * logits[:1], np.array([1])) == calibration.HOTTEST
+    assert fit_temperature(logits, np.arange(4), "abcd")[:2] == (calibration.COLDEST, True)
+    assert fit_temperature(logits, np.array([1, 2, 3, 0]), "abcd")[:2] == (calibration.HOTTEST, True)
 
 
 def test_the_order_of_images_changes_no_score():
     logits, labels = random_logits()
     order = np.random.default_rng(1).permutation(500)
-    one, other = (calibration.calibration_scores(*each) for each in ((logits, labels), (logits[order], labels[order])))
+    one, other = (calibration_scores(*each) for each in ((logits, labels), (logits[order], labels[order])))
     assert one == pytest.approx(other, rel=1e-12)
 
 
 def test_one_image_and_one_class():
-    assert calibration.calibration_scores([[0.3]], [0]) == (1, 0.0, 0.0, 0.0, 0.0)
+    assert calibration_scores(np.array([[0.3]]), np.array([0])) == (1, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_the_bootstrap_draws_the_ece():
     logits, labels = random_logits(200)
     interval = bootstrap(calibration.ece_rows(logits, labels), calibration.ece_of, draws=400)
-    assert interval.estimate == pytest.approx(ece(logits, labels), abs=1e-12)
+    assert interval.estimate == pytest.approx(calibration_scores(logits, labels).ece, abs=1e-12)
     assert interval.low < interval.estimate < interval.high
 
 
@@ -151,14 +155,3 @@ def test_the_interval_of_the_ece_is_reflected_and_contains_its_estimate(seed):
 def test_an_interval_is_reflected_at_its_estimate():
     assert reflected(Interval(0.10, 0.08, 0.13, 0.95)) == pytest.approx((0.10, 0.07, 0.12, 0.95))
     assert reflected(Interval(0.10, 0.11, 0.30, 0.95)) == pytest.approx((0.10, 0.0, 0.10, 0.95))
-
-
-def test_bad_input_is_refused_by_name():
-    with pytest.raises(ConfigError, match="temperature: 1 image; expected at least 2"):
-        fit_temperature([[0.0, 1.0]], [0])
-    with pytest.raises(ConfigError, match="keys: 1 of them; expected 2"):
-        fit_temperature(np.zeros((2, 2)), [0, 1], ["a"])
-    with pytest.raises(ConfigError, match="bins: got 0"):
-        ece([[0.0, 1.0]], [0], bins=0)
-    with pytest.raises(ConfigError, match="labels: row 0 has class 2"):
-        nll([[0.0, 1.0]], [2])

@@ -16,9 +16,8 @@ from vitray.config.pretraining import Masked, Tokenizer
 from vitray.data.augment.masks import draw_sources
 from vitray.models.network import build_network
 from vitray.models.tokenizer import VisualTokenizer
-from vitray.tasks.build import Task, build_task
-from vitray.tasks.costs import task_costs
-from vitray.tasks.distillation import Teacher
+from vitray.tasks.build import Task, build_task, task_costs
+from vitray.tasks.supervised import Teacher
 
 TINY = {"model.name": "vit_u2x2_8", "model.image_size": 32, "model.num_classes": 10}
 FINETUNED = {"task.kind": "finetune", "task.weights": "w"}
@@ -188,7 +187,7 @@ def test_a_step_of_drawn_patch_sizes_costs_their_mean():
 def test_the_costs_of_learning_classes_are_counted_without_torch_compile():
     """Its import takes two seconds, for which the plan of each run would wait."""
     code = (
-        "import sys; from vitray.config import load_run; from vitray.tasks.costs import task_costs\n"
+        "import sys; from vitray.config import load_run; from vitray.tasks.build import task_costs\n"
         f"for settings in {[TINY | each for each in NETWORKS.values()]!r}: task_costs(load_run().replace(settings))\n"
         "print({'torch._dynamo', 'sympy'} & set(sys.modules))"
     )

@@ -20,14 +20,11 @@ from vitray.errors import ConfigError
 from vitray.models.torchvision_networks import TorchvisionNetwork, torchvision_sizes
 from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
-from vitray.tasks.distillation import Teacher, distillation_loss, renormalize
-from vitray.tasks.losses import soft_cross_entropy
-from vitray.tasks.supervised import Classification
+from vitray.tasks.supervised import Classification, Teacher, distillation_loss, renormalize, soft_cross_entropy
 from vitray.training.optim import build_optimizer
 from vitray.weights import import_weights, save_model
-from vitray.weights.export import export_weights, library_program, write_library
-from vitray.weights.pretrained import adapt
-from vitray.weights.teacher import open_teacher
+from vitray.weights.export import LIBRARIES, export_weights, write_library
+from vitray.weights.pretrained import adapt, open_teacher
 
 CLASSES = 5
 TINY = {"name": "vit_u2x1_8", "image_size": 32, "num_classes": CLASSES}
@@ -99,7 +96,7 @@ def test_a_network_with_two_heads_is_exported_to_timm_and_back(tmp_path):
     save_file(export_weights(ours, "timm"), tmp_path / "w.safetensors")
     _, back = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 2, "normalize": {}})
     assert all(torch.equal(back.state_dict()[name], tensor) for name, tensor in ours.state_dict().items())
-    assert "timm.create_model('deit_base_distilled_patch16_224', img_size=(32, 32)" in library_program(ours, "timm")
+    assert "timm.create_model('deit_base_distilled_patch16_224', img_size=(32, 32)" in LIBRARIES["timm"].program(ours)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from vitray.config.model_names import STEMS
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.weights import write_library
-from vitray.weights.export import library_program
+from vitray.weights.export import LIBRARIES
 
 CLASSES = 5
 
@@ -118,7 +118,7 @@ def test_other_networks_are_refused(tmp_path, layout, settings, reason):
 def test_a_known_network_has_its_name_in_the_library(layout, name, built):
     with torch.device("meta"):
         vit = ViT(Model(name=name, image_size=64, num_classes=CLASSES))
-    assert built in library_program(vit, layout)
+    assert built in LIBRARIES[layout].program(vit)
 
 
 @pytest.mark.slow

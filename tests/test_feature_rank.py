@@ -8,7 +8,9 @@ from sklearn.metrics.pairwise import cosine_distances
 from test_few_shot import clusters
 
 from vitray.errors import ConfigError
+from vitray.metrics.arrays import Labeled, ProbeInputs
 from vitray.metrics.feature_rank import class_separation, effective_rank, rankme, singular_values
+from vitray.metrics.probes import probe_scores
 
 
 @pytest.mark.parametrize("shape", [(200, 16), (10, 16), (16, 16), (1, 5), (5, 1)])
@@ -40,16 +42,16 @@ def test_chunks_keep_small_singular_values(monkeypatch):
 
 def test_parts_of_the_rows_change_nothing(monkeypatch):
     data = clusters(80)
-    rank, separation = effective_rank(data.features), class_separation(*data, 5)
+    rank, separation = effective_rank(data.features), class_separation(*data)
     monkeypatch.setattr("vitray.metrics.feature_rank.CHUNK_ROWS", 7)
     assert effective_rank(data.features) == pytest.approx(rank, rel=1e-9)
-    assert class_separation(*data, 5) == pytest.approx(separation, rel=1e-9)
+    assert class_separation(*data) == pytest.approx(separation, rel=1e-9)
 
 
 def test_separation_equals_loops_over_images_and_pairs():
     data = clusters(80)
     x, labels = data.features.astype(float), data.labels
-    scored = class_separation(data.features, labels, 7)
+    scored = class_separation(data.features, labels)
     within = sum(((x[labels == k] - x[labels == k].mean(0)) ** 2).sum() for k in range(5))
     assert scored.variance_share == pytest.approx(1 - within / ((x - x.mean(0)) ** 2).sum(), abs=1e-9)
     distances = cosine_distances(x)
@@ -57,21 +59,22 @@ def test_separation_equals_loops_over_images_and_pairs():
     assert scored.cosine == pytest.approx(1 - np.trace(means) / 5 / means.mean(), abs=1e-5)
     assert scored.classes == 5
     order = np.random.default_rng(1).permutation(80)
-    assert class_separation(x[order], labels[order], 7) == pytest.approx(scored, rel=1e-5)
+    assert class_separation(x[order], labels[order]) == pytest.approx(scored, rel=1e-5)
 
 
 def test_collapsed_classes_and_features():
     points = np.repeat(np.eye(3), 4, axis=0)
-    assert class_separation(points, np.repeat([0, 1, 2], 4), 3)[:2] == pytest.approx((1.0, 1.0))
-    assert class_separation(points, np.zeros(12, int), 3) == pytest.approx((0.0, 0.0, 1), abs=1e-12)
-    assert class_separation(np.ones((4, 2)), [0, 0, 1, 1], 2) == (None, None, 2)
-    assert class_separation([[1.0]], [0], 1) == (None, None, 1)
+    assert class_separation(points, np.repeat([0, 1, 2], 4))[:2] == pytest.approx((1.0, 1.0))
+    assert class_separation(points, np.zeros(12, int)) == pytest.approx((0.0, 0.0, 1), abs=1e-12)
+    assert class_separation(np.ones((4, 2)), np.array([0, 0, 1, 1])) == (None, None, 2)
+    assert class_separation(np.array([[1.0]]), np.array([0])) == (None, None, 1)
 
 
 def test_bad_input_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"features: the shape is \(0, 4\)"):
-        rankme(np.zeros((0, 4)))
-    with pytest.raises(ConfigError, match="features: row 1 holds inf"):
-        effective_rank([[0.0], [np.inf]])
-    with pytest.raises(ConfigError, match="class labels: row 0 has class 9"):
-        class_separation([[0.0]], [9], 2)
+    for features, labels, message in (
+        (np.zeros((0, 4)), np.zeros(0, int), r"test features: the shape is \(0, 4\)"),
+        (np.array([[0.0], [np.inf]]), np.zeros(2, int), "test features: row 1 holds inf"),
+        (np.array([[0.0]]), np.array([9]), "test labels: row 0 has class 9"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            probe_scores(["rank"], ProbeInputs(Labeled(features, labels), 2))

@@ -6,16 +6,16 @@ from sklearn.linear_model import Ridge
 
 from vitray.errors import ConfigError
 from vitray.metrics import arrays, few_shot
-from vitray.metrics.arrays import Labeled
+from vitray.metrics.arrays import Labeled, ProbeInputs
 from vitray.metrics.few_shot import (
-    FewShotMean,
+    few_shot_scores,
     fit_least_squares,
-    mean_of_seeds,
     probe_few_shot,
     shot_order,
     shots_within,
     smallest_class,
 )
+from vitray.metrics.probes import probe_scores
 
 
 def clusters(images, seed=0, num_classes=5, width=20, spread=2.0):
@@ -63,18 +63,19 @@ def test_shots_are_drawn_as_in_the_published_code():
 def test_scores_equal_a_loop_over_seeds_and_shots():
     train, test = clusters(300), clusters(80, 1)
     scores = probe_few_shot(train, test, 5)
-    assert [(each.seed, each.shots) for each in scores] == [(s, k) for s in (0, 1, 2) for k in (1, 5, 10, 25)]
-    for each in scores:
-        rng = np.random.default_rng(each.seed)
-        rows = np.concatenate([rng.permutation(np.where(train.labels == k)[0])[: each.shots] for k in range(5)])
-        targets = reference_targets(train.features[rows].astype(float), train.labels[rows], test.features, 5)
-        assert each.images == 5 * each.shots
-        assert np.array_equal(each.score.predictions, targets.argmax(1))
-        assert each.score.hits == (targets.argmax(1) == test.labels).sum() == round(each.score.top1 * 80)
-    means = mean_of_seeds(scores)
-    assert means[25].top1 > means[1].top1
-    values = [each.score.top1 for each in scores if each.shots == 5]
-    assert means[5] == FewShotMean(pytest.approx(np.mean(values)), pytest.approx(np.std(values, ddof=1)), 3)
+    assert {shots: len(each) for shots, each in scores.items()} == {1: 3, 5: 3, 10: 3, 25: 3}
+    for shots, of_seeds in scores.items():
+        for seed, each in enumerate(of_seeds):
+            rng = np.random.default_rng(seed)
+            rows = np.concatenate([rng.permutation(np.where(train.labels == k)[0])[:shots] for k in range(5)])
+            targets = reference_targets(train.features[rows].astype(float), train.labels[rows], test.features, 5)
+            assert len(rows) == 5 * shots
+            assert np.array_equal(each.predictions, targets.argmax(1))
+            assert each.hits == (targets.argmax(1) == test.labels).sum() == round(each.top1 * 80)
+    values = few_shot_scores(ProbeInputs(test, 5, train))
+    top1 = [each.top1 for each in scores[5]]
+    assert values["few_shot25"] > values["few_shot1"]
+    assert (values["few_shot5"], values["few_shot5_std"]) == pytest.approx((np.mean(top1), np.std(top1, ddof=1)))
 
 
 def test_the_constants_are_the_published_ones():
@@ -84,26 +85,25 @@ def test_the_constants_are_the_published_ones():
 def test_the_order_of_test_images_changes_nothing():
     train, test = clusters(100), clusters(40, 1)
     order = np.random.default_rng(1).permutation(40)
-    one = probe_few_shot(train, test, 5)
-    other = probe_few_shot(train, Labeled(test.features[order], test.labels[order]), 5)
-    assert [each.score.hits for each in one] == [each.score.hits for each in other]
+    one = few_shot_scores(ProbeInputs(test, 5, train))
+    assert one == few_shot_scores(ProbeInputs(Labeled(test.features[order], test.labels[order]), 5, train))
 
 
 def test_absent_classes_small_classes_and_constant_features():
     train = Labeled(np.ones((3, 2)), np.array([0, 0, 2]))
-    [score] = probe_few_shot(train, Labeled(np.ones((2, 2)), np.array([0, 2])), 4, shots=[2], seeds=[0])
-    assert (score.images, score.score.top1) == (3, 0.5)
-    assert mean_of_seeds([score]) == {2: (0.5, None, 1)}
+    scores = probe_few_shot(train, Labeled(np.ones((2, 2)), np.array([0, 2])), 4, shots=[2])
+    assert [score.top1 for score in scores[2]] == [0.5, 0.5, 0.5]
     one = Labeled(np.ones((1, 1)), np.zeros(1, int))
-    assert probe_few_shot(one, one, 1)[0].score.top1 == 1.0
+    assert probe_few_shot(one, one, 1)[1][0].top1 == 1.0
 
 
 def test_parts_of_the_scored_rows_change_nothing(monkeypatch):
     train, test = clusters(60), clusters(50, 1)
     whole = probe_few_shot(train, test, 5)
     monkeypatch.setattr(arrays, "CHECKED_ROWS", 7)
-    for one, other in zip(whole, probe_few_shot(train, test, 5), strict=True):
-        assert np.array_equal(one.score.predictions, other.score.predictions)
+    for shots, scores in probe_few_shot(train, test, 5).items():
+        for one, other in zip(whole[shots], scores, strict=True):
+            assert np.array_equal(one.predictions, other.predictions)
 
 
 def test_a_number_of_shots_is_that_of_the_smallest_class_or_fewer():
@@ -113,9 +113,7 @@ def test_a_number_of_shots_is_that_of_the_smallest_class_or_fewer():
 
 def test_bad_input_is_refused_by_name():
     train, test = clusters(10), clusters(10, 1)
-    with pytest.raises(ConfigError, match=r"got shots \[0\]"):
-        probe_few_shot(train, test, 5, shots=[0])
     with pytest.raises(ConfigError, match="test features: 19 columns; expected 20"):
-        probe_few_shot(train, Labeled(test.features[:, 1:], test.labels), 5)
+        probe_scores(["few_shot"], ProbeInputs(Labeled(test.features[:, 1:], test.labels), 5, train))
     with pytest.raises(ConfigError, match=r"train labels: row \d+ has class 4; expected 0 to 3"):
-        probe_few_shot(train, test, 4)
+        probe_scores(["few_shot"], ProbeInputs(Labeled(test.features, np.zeros(10, int)), 4, train))

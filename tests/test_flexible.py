@@ -18,9 +18,9 @@ from vitray.data.augment.mixing import DeviceBatch, normalized
 from vitray.data.stream.batches import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
-from vitray.models.flexible import resize_kernel, resize_matrix
 from vitray.models.network import training_gflops
 from vitray.models.sizes import sizes_of
+from vitray.models.stems import resize_kernel, resize_matrix
 from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
 from vitray.training.learner import Learner
@@ -28,7 +28,7 @@ from vitray.training.loop import drawn_patch, take_step
 from vitray.training.optim import build_optimizer
 from vitray.training.schedule import length_of
 from vitray.weights import LoadedModel, load_model, save_model
-from vitray.weights.repatch import repatched
+from vitray.weights.folder import repatched
 
 TINY = {"name": "vit_u2x1_8", "image_size": 48, "num_classes": 5}
 

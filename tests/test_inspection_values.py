@@ -25,7 +25,7 @@ from vitray.inspection.tensors import KINDS, layerscales, named_tensors, spectra
 from vitray.inspection.tokens import token_norms
 from vitray.models.positions import resample
 from vitray.models.vit import ViT, regroup
-from vitray.tasks.recompute import recompute_activations
+from vitray.tasks.build import recompute_activations
 from vitray.weights import import_weights
 
 STEMS = ("linear", "linear_bn", "linear_gelu", "linear_bn_gelu", "hmlp_bn", "hmlp_ln", "conv", "conv_ln", "local")

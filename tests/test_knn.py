@@ -8,8 +8,9 @@ from sklearn.neighbors import KNeighborsClassifier
 from test_few_shot import clusters
 
 from vitray.errors import ConfigError
-from vitray.metrics.arrays import Labeled
-from vitray.metrics.knn import nearest_rows, probe_knn
+from vitray.metrics.arrays import Labeled, ProbeInputs
+from vitray.metrics.knn import knn_scores, nearest_rows, probe_knn
+from vitray.metrics.probes import probe_scores
 
 
 def test_votes_equal_a_loop_over_the_published_rule():
@@ -105,9 +106,10 @@ def test_one_image_zero_features_and_half_precision():
 
 def test_bad_input_is_refused_by_name():
     train = clusters(9)
-    with pytest.raises(ConfigError, match=r"knn: got k \[10, 20\]; expected 1 to 9, the training images"):
-        probe_knn(train, train, 5)
-    with pytest.raises(ConfigError, match="knn: got temperature 0"):
-        probe_knn(train, train, 5, [1], 0)
     with pytest.raises(ConfigError, match=r"test labels: the shape is \(8,\); expected \(9,\)"):
-        probe_knn(train, Labeled(train.features, train.labels[1:]), 5)
+        probe_scores(["knn"], ProbeInputs(Labeled(train.features, train.labels[1:]), 5, train))
+
+
+def test_few_training_images_are_all_neighbors():
+    values = knn_scores(ProbeInputs(clusters(9), 5, clusters(9)))
+    assert values.keys() == {"knn9", "knn9_low", "knn9_high"}

@@ -16,10 +16,10 @@ from vitray.data.augment.masks import HIDDEN, VISIBLE, draw_sources
 from vitray.errors import ConfigError
 from vitray.models.patches import patchify, unpatchify
 from vitray.models.vit import ViT
-from vitray.tasks.build import build_task
+from vitray.tasks.build import build_task, recompute_activations
 from vitray.tasks.masked import MaskedPrediction, mask_pixels
-from vitray.tasks.recompute import recompute_activations
 from vitray.training.optim import build_optimizer, parameter_groups
+from vitray.weights.pretrained import check_tokenizer
 
 PATCH, GRID = 8, (4, 3)
 PATCHES = GRID[0] * GRID[1]
@@ -420,7 +420,7 @@ def test_a_tokenizer_is_neither_trained_nor_owned_by_the_task():
 )
 def test_a_tokenizer_that_does_not_fit_is_refused(settings, message):
     with pytest.raises(ConfigError) as error:
-        build_task(run_of("beit", **settings), task("tokenizer"))
+        check_tokenizer(run_of("beit", **settings), task("tokenizer").run, "runs/tokenizer/model")
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
@@ -459,7 +459,7 @@ def worker(rank: int, workers: int, folder: str) -> None:
             model(images()[rank::workers], sources(kind)[rank::workers]).backward()
         gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
         if kind == "tokenizer":
-            gradients["perplexity"] = torch.tensor(module.read_perplexity(training=True))
+            gradients["perplexity"] = torch.tensor(module.read_metrics(training=True)["perplexity"])
         if rank == 0:
             torch.save(gradients, f"{folder}/{kind}.pt")
     dist.destroy_process_group()
@@ -473,7 +473,7 @@ def test_two_workers_get_the_gradients_of_one(tmp_path):
         gradients = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
         module(images(), sources(kind)).backward()
         if kind == "tokenizer":
-            assert float(gradients.pop("perplexity")) == pytest.approx(module.read_perplexity(training=True))
+            assert float(gradients.pop("perplexity")) == pytest.approx(module.read_metrics(training=True)["perplexity"])
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=f"{kind}: {name}")
 

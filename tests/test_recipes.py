@@ -50,7 +50,7 @@ from vitray.errors import ConfigError
 from vitray.models.counts import count
 from vitray.models.vit import ViT
 from vitray.tasks.build import Task, build_task
-from vitray.tasks.distillation import Teacher
+from vitray.tasks.supervised import Teacher
 from vitray.training.optim import Average, build_optimizer, clip_gradients, set_learning_rate
 from vitray.training.schedule import learning_rate, length_of
 

@@ -28,8 +28,7 @@ from vitray.models.probabilities import probability_of
 from vitray.models.sizes import sizes_of
 from vitray.models.stems import LAYERS
 from vitray.models.vit import ViT
-from vitray.tasks.losses import LOSSES, Loss
-from vitray.tasks.supervised import Classification
+from vitray.tasks.supervised import LOSSES, Classification, Loss
 from vitray.training.probes import probe_weights, read_probe_images
 from vitray.weights.export import LIBRARIES, WEIGHTS
 

@@ -12,10 +12,8 @@ from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
 from vitray.config import Run
 from vitray.errors import ConfigError
-from vitray.tasks.build import build_task
-from vitray.tasks.losses import binary_cross_entropy, soft_cross_entropy
-from vitray.tasks.recompute import recompute_activations
-from vitray.tasks.supervised import Classification
+from vitray.tasks.build import build_task, recompute_activations
+from vitray.tasks.supervised import Classification, binary_cross_entropy, soft_cross_entropy
 
 
 def run(**settings) -> Run:

@@ -162,16 +162,16 @@ def test_perplexity_counts_equally_used_codes():
     module = tokenizer()
     level_BNL = torch.zeros(2, 6, 3, dtype=torch.int64)
     module._count(level_BNL)
-    assert module.read_perplexity(training=True) == pytest.approx(1)
+    assert module.read_metrics(training=True)["perplexity"] == pytest.approx(1)
     level_BNL[..., 1] = torch.arange(12).view(2, 6) % 4
     module._count(level_BNL[:1])
     module._count(level_BNL[1:])
-    assert module.read_perplexity(training=True) == pytest.approx(4)
-    assert math.isnan(module.read_perplexity(training=True))  # no codes since the last call
+    assert module.read_metrics(training=True)["perplexity"] == pytest.approx(4)
+    assert math.isnan(module.read_metrics(training=True)["perplexity"])  # no codes since the last call
     module(images())
     share_V = torch.bincount(module.encode(images()).flatten(), minlength=60) / 48
     expected = math.exp(-sum(share * math.log(share) for share in share_V.tolist() if share))
-    assert module.read_perplexity(training=True) == pytest.approx(expected, rel=1e-5)
+    assert module.read_metrics(training=True)["perplexity"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_evaluation_leaves_the_counts_of_training():
@@ -183,7 +183,7 @@ def test_an_evaluation_leaves_the_counts_of_training():
     data = EvaluationSet([DeviceBatch(pixels, torch.zeros(2), rows, rows)], 2, Normalize())
     score = evaluate_loss(interrupted, (), data, torch.device("cpu"), nullcontext())
     assert score.others["perplexity"] > 0
-    assert interrupted.read_perplexity(training=True) == once.read_perplexity(training=True)
+    assert interrupted.read_metrics(training=True)["perplexity"] == once.read_metrics(training=True)["perplexity"]
 
 
 def test_code_counts_are_not_in_the_state_dict():

@@ -16,7 +16,7 @@ from vitray.config.augmentation import Normalize
 from vitray.models.network import build_network
 from vitray.models.stems import synchronize_norms, use_patch
 from vitray.tasks.build import build_task
-from vitray.tasks.distillation import Teacher
+from vitray.tasks.supervised import Teacher
 
 pytestmark = pytest.mark.slow
 

@@ -26,8 +26,7 @@ from vitray.inspection.levels import run_levels
 from vitray.inspection.tensors import named_tensors
 from vitray.models import blocks, branches
 from vitray.models.patches import gather_patches
-from vitray.models.positions import VisiblePatches, resample
-from vitray.models.rope import axial_rotation, rotate
+from vitray.models.positions import VisiblePatches, axial_rotation, resample, rotate
 from vitray.models.sizes import sizes_of
 from vitray.models.vit import ViT, regroup
 from vitray.sweeps.space import check_space, read_space, run_of

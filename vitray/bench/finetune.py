@@ -14,8 +14,7 @@ from vitray.bench.results import Results, draw_costs
 from vitray.config import Run, load_run
 from vitray.system.storage import scratch_folder
 from vitray.system.timing import Spread, circumstances, interleave, progress, ratio_of, spread_of
-from vitray.tasks.build import build_task
-from vitray.tasks.recompute import recompute_activations
+from vitray.tasks.build import build_task, recompute_activations
 from vitray.training.evaluator import autocast
 from vitray.training.optim import build_optimizer
 from vitray.weights.freezing import audit

@@ -24,8 +24,7 @@ from vitray.data.stream.batches import HostBatch, Share
 from vitray.data.stream.prefetch import Prefetcher
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.system.timing import circumstances, interleave, ratio_of, spread_of
-from vitray.tasks.build import build_task
-from vitray.tasks.costs import task_costs
+from vitray.tasks.build import build_task, task_costs
 from vitray.training.evaluator import autocast
 from vitray.training.learner import Learner, compile_model
 from vitray.training.loop import take_step

@@ -1,4 +1,4 @@
-"""What settings and predictions know of each loss of labels; `LOSSES` of `vitray/tasks/losses.py` computes it."""
+"""What settings and predictions know of each loss of labels; `LOSSES` of `vitray/tasks/supervised.py` computes it."""
 
 from typing import Literal, NamedTuple
 

@@ -105,7 +105,7 @@ def _cost_of(convolutions: list[Convolution], patch: int, *, has_norms: bool) ->
     return params, work
 
 
-# ---- the local transformer (`vitray/models/local_stem.py`) -----------------------------------------------------------
+# ---- the local transformer (`LocalTransformer` in `vitray/models/stems.py`) ------------------------------------------
 
 # The side of a cell, also of the hMLP stem's first patches; the blocks, and the heads of each.
 CELL, LOCAL_DEPTH, LOCAL_HEADS = 4, 4, 4

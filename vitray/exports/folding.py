@@ -15,8 +15,7 @@ from vitray.config.augmentation import Normalize
 from vitray.models.blocks import Block, fuse_weights
 from vitray.models.branches import activate, join_heads, split_heads
 from vitray.models.network import AnyNetwork
-from vitray.models.positions import Grid, VisiblePatches, sincos2d
-from vitray.models.rope import axial_rotation
+from vitray.models.positions import Grid, VisiblePatches, axial_rotation, sincos2d
 from vitray.models.vit import ViT
 
 

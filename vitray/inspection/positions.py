@@ -14,9 +14,7 @@ from vitray.config import Rope
 from vitray.inspection.levels import Level, images_at_once, run_levels
 from vitray.models.branches import Attention, split_heads
 from vitray.models.network import AnyNetwork
-from vitray.models.positions import Positions
-from vitray.models.relative import relative_bias
-from vitray.models.rope import axial_rotation, rotate
+from vitray.models.positions import Positions, axial_rotation, relative_bias, rotate
 from vitray.models.vit import ViT
 
 

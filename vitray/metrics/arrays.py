@@ -109,35 +109,28 @@ def unit_rows(features_NF: np.ndarray) -> np.ndarray:
     return features_NF / np.maximum(np.linalg.norm(features_NF, axis=1, keepdims=True), 1e-12)
 
 
-def check_features(split: str, data: Labeled, num_classes: int) -> Labeled:
-    """Return the features of a split and their labels."""
+def check_probe(inputs: ProbeInputs) -> ProbeInputs:
+    """Return the inputs with their features and labels checked; those of both splits have the same columns."""
+    scored = _check_split("test", inputs.scored, inputs.num_classes)
+    if inputs.train is None:
+        return inputs._replace(scored=scored)
+    train = _check_split("train", inputs.train, inputs.num_classes)
+    wanted, got = train.features.shape[1], scored.features.shape[1]
+    if got != wanted:
+        raise ConfigError(f"test features: {got} columns; expected {wanted}, as many as the train features have")
+    return inputs._replace(scored=scored, train=train)
+
+
+def _check_split(split: str, data: Labeled, num_classes: int) -> Labeled:
     features_NF = check_matrix(f"{split} features", data.features, "features")
     return Labeled(features_NF, check_labels(data.labels, len(features_NF), num_classes, f"{split} labels"))
 
 
-def check_probe(train: Labeled, test: Labeled, num_classes: int) -> tuple[Labeled, Labeled]:
-    """Return the features of both splits of a probe; they have the same number of columns."""
-    train, test = check_features("train", train, num_classes), check_features("test", test, num_classes)
-    wanted, got = train.features.shape[1], test.features.shape[1]
-    if got != wanted:
-        raise ConfigError(f"test features: {got} columns; expected {wanted}, as many as the train features have")
-    return train, test
-
-
-def draw_part(count: int, part: int, seed: int, keys: Any = None) -> np.ndarray:
-    """Return N flags, `part` of them True: by a hash of each image's key, or else by a permutation of the rows.
-
-    By keys, the images of the part are the same in any order of the rows.
-    """
-    if keys is None:
-        order_N = np.random.default_rng(seed).permutation(count)
-    elif len(keys) != count:
-        raise ConfigError(f"keys: {len(keys)} of them; expected {count}, one for each image")
-    else:
-        digests = [sha256(f"{seed}\0{key}".encode("utf-8", "surrogateescape")).digest() for key in keys]
-        order_N = np.array(sorted(range(count), key=digests.__getitem__), dtype=np.int64)
-    mask_N = np.zeros(count, dtype=bool)
-    mask_N[order_N[:part]] = True
+def draw_part(keys: Sequence[str], part: int, seed: int) -> np.ndarray:
+    """Return N flags, `part` of them True, by a hash of each image's key: the same images in any order of the rows."""
+    digests = [sha256(f"{seed}\0{key}".encode("utf-8", "surrogateescape")).digest() for key in keys]
+    mask_N = np.zeros(len(keys), dtype=bool)
+    mask_N[sorted(range(len(keys)), key=digests.__getitem__)[:part]] = True
     return mask_N
 
 

@@ -1,17 +1,17 @@
 """Calibration of probabilities: reliability bins, ECE, Brier score, NLL, and a temperature fitted on one half.
 
-All numbers are float64. Shapes: N images, K classes, D draws of a bootstrap.
+Logits are finite and labels are classes, as `classify` checks. All numbers are float64.
+Shapes: N images, K classes, D draws of a bootstrap.
 
 ECE: Guo et al., "On Calibration of Modern Neural Networks", 2017.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from vitray.errors import ConfigError
-from vitray.metrics.arrays import check_logits, draw_part
+from vitray.metrics.arrays import draw_part
 from vitray.metrics.classification import confidences, log_probability_chunks
 from vitray.models.probabilities import Probability
 
@@ -55,8 +55,8 @@ class Temperature(NamedTuple):
 
 
 def reliability(
-    logits_NK: Any,
-    labels_N: Any,
+    logits_NK: np.ndarray,
+    labels_N: np.ndarray,
     bins: int = BINS,
     equal_mass: bool = False,
     probability: Probability = "softmax",
@@ -66,22 +66,18 @@ def reliability(
     Bins of equal width contain their upper bound. Bins of equal mass have as many images each, except that images of
     equal confidence share a bin; their bounds are the lowest and the highest confidence.
     """
-    return _bins(*_confidences(*check_logits(logits_NK, labels_N), probability), bins, equal_mass)
+    return _bins(*_confidences(logits_NK, labels_N, probability), bins, equal_mass)
 
 
-def ece(logits_NK: Any, labels_N: Any, bins: int = BINS) -> float:
-    """Return the expected calibration error of the predicted class with bins of equal width."""
-    return _gap(reliability(logits_NK, labels_N, bins))
-
-
-def adaptive_ece(logits_NK: Any, labels_N: Any, bins: int = BINS, probability: Probability = "softmax") -> float:
+def adaptive_ece(logits_NK: np.ndarray, labels_N: np.ndarray, probability: Probability = "softmax") -> float:
     """Return the expected calibration error of the predicted class with bins of equal mass."""
-    return _gap(reliability(logits_NK, labels_N, bins, equal_mass=True, probability=probability))
+    return _gap(reliability(logits_NK, labels_N, equal_mass=True, probability=probability))
 
 
-def brier(logits_NK: Any, labels_N: Any, temperature: float = 1.0, probability: Probability = "softmax") -> float:
+def brier(
+    logits_NK: np.ndarray, labels_N: np.ndarray, temperature: float = 1.0, probability: Probability = "softmax"
+) -> float:
     """Return the mean over images of the squared errors of all K probabilities: from 0 to 2, or to K for sigmoids."""
-    logits_NK, labels_N = check_logits(logits_NK, labels_N)
     total = 0.0
     for rows, log_BK in log_probability_chunks(logits_NK, temperature, probability):
         error_BK = np.exp(log_BK)
@@ -90,56 +86,44 @@ def brier(logits_NK: Any, labels_N: Any, temperature: float = 1.0, probability: 
     return total / len(labels_N)
 
 
-def nll(logits_NK: Any, labels_N: Any, temperature: float = 1.0) -> float:
-    """Return the mean negative log-likelihood of the labels, of a softmax."""
-    logits_NK, labels_N = check_logits(logits_NK, labels_N)
-    chunks = log_probability_chunks(logits_NK, temperature)
-    total = sum(float(np.take_along_axis(log_BK, labels_N[rows, None], 1).sum()) for rows, log_BK in chunks)
-    return -total / len(labels_N)
-
-
 def calibration_scores(
-    logits_NK: Any, labels_N: Any, temperature: float = 1.0, probability: Probability = "softmax"
+    logits_NK: np.ndarray, labels_N: np.ndarray, temperature: float = 1.0, probability: Probability = "softmax"
 ) -> Calibration:
     """Return all scores of calibration, of logits that are divided by a temperature; the NLL is that of a softmax."""
-    logits_NK, labels_N = check_logits(logits_NK, labels_N)
     confidences_N, hits_N = _confidences(logits_NK, labels_N, probability, temperature)
+    chunks = log_probability_chunks(logits_NK, temperature)
+    total = sum(float(np.take_along_axis(log_BK, labels_N[rows, None], 1).sum()) for rows, log_BK in chunks)
     return Calibration(
         images=len(labels_N),
         ece=_gap(_bins(confidences_N, hits_N, BINS, False)),
         adaptive_ece=_gap(_bins(confidences_N, hits_N, BINS, True)),
         brier=brier(logits_NK, labels_N, temperature, probability),
-        nll=nll(logits_NK, labels_N, temperature),
+        nll=-total / len(labels_N),
     )
 
 
-def fit_temperature(logits_NK: Any, labels_N: Any, keys: Sequence[str] | None = None, seed: int = 0) -> Temperature:
+def fit_temperature(logits_NK: np.ndarray, labels_N: np.ndarray, keys: Sequence[str]) -> Temperature:
     """Return the temperature of one half of the images, with the calibration of the other half before and after.
 
-    A hash of the keys chooses the half, or a permutation of the rows if there are none.
+    A hash of the keys chooses the half. There are at least two images.
     """
-    logits_NK, labels_N = check_logits(logits_NK, labels_N)
-    images = len(labels_N)
-    if images < 2:
-        raise ConfigError(f"temperature: {images} image; expected at least 2, one to fit on and one to measure")
-    half_N = draw_part(images, images // 2, seed, keys)
+    half_N = draw_part(keys, len(keys) // 2, seed=0)
     temperature = best_temperature(logits_NK[half_N], labels_N[half_N])
     rest = logits_NK[~half_N], labels_N[~half_N]
     return Temperature(
         temperature=temperature,
         at_bound=temperature in (COLDEST, HOTTEST),
-        fitted=images // 2,
+        fitted=len(keys) // 2,
         before=calibration_scores(*rest),
         after=calibration_scores(*rest, temperature),
     )
 
 
-def best_temperature(logits_NK: Any, labels_N: Any) -> float:
+def best_temperature(logits_NK: np.ndarray, labels_N: np.ndarray) -> float:
     """Return the temperature with the lowest NLL, within the bounds.
 
     The NLL is convex in the inverse temperature: Newton's steps, and bisection where one leaves the bracket.
     """
-    logits_NK, labels_N = check_logits(logits_NK, labels_N)
     low, high, inverse = 1 / HOTTEST, 1 / COLDEST, 1.0
     for bound, sign, temperature in ((high, -1, COLDEST), (low, 1, HOTTEST)):
         if sign * _slope(logits_NK, labels_N, bound)[0] >= 0:
@@ -155,18 +139,18 @@ def best_temperature(logits_NK: Any, labels_N: Any) -> float:
     return 1 / inverse
 
 
-def ece_rows(logits_NK: Any, labels_N: Any, bins: int = BINS, probability: Probability = "softmax") -> np.ndarray:
+def ece_rows(logits_NK: np.ndarray, labels_N: np.ndarray, probability: Probability = "softmax") -> np.ndarray:
     """Return N rows (bin, hit - confidence), which `ece_of` turns into the ECE of a bootstrap's draws."""
-    confidences_N, hits_N = _confidences(*check_logits(logits_NK, labels_N), probability)
-    return np.stack([_equal_width(confidences_N, bins), hits_N - confidences_N], axis=1)
+    confidences_N, hits_N = _confidences(logits_NK, labels_N, probability)
+    return np.stack([_equal_width(confidences_N, BINS), hits_N - confidences_N], axis=1)
 
 
-def ece_of(sample_DN2: np.ndarray, bins: int = BINS) -> np.ndarray:
+def ece_of(sample_DN2: np.ndarray) -> np.ndarray:
     """Return the ECE of each draw of rows of `ece_rows`: a statistic of the bootstrap."""
     draws, images = sample_DN2.shape[:2]
-    cells_DN = sample_DN2[..., 0].astype(np.int64) + bins * np.arange(draws)[:, None]
-    gaps = np.bincount(cells_DN.ravel(), sample_DN2[..., 1].ravel(), draws * bins)
-    return np.abs(gaps.reshape(draws, bins)).sum(1) / images
+    cells_DN = sample_DN2[..., 0].astype(np.int64) + BINS * np.arange(draws)[:, None]
+    gaps = np.bincount(cells_DN.ravel(), sample_DN2[..., 1].ravel(), draws * BINS)
+    return np.abs(gaps.reshape(draws, BINS)).sum(1) / images
 
 
 def _slope(logits_NK: np.ndarray, labels_N: np.ndarray, inverse: float) -> tuple[float, float]:
@@ -201,8 +185,6 @@ def _equal_mass(confidences_N: np.ndarray, bins: int) -> np.ndarray:
 
 
 def _bins(confidences_N: np.ndarray, hits_N: np.ndarray, bins: int, equal_mass: bool) -> list[Bin]:
-    if bins < 1:
-        raise ConfigError(f"bins: got {bins}; expected at least 1")
     index_N = (_equal_mass if equal_mass else _equal_width)(confidences_N, bins)
     edges, found = np.linspace(0, 1, bins + 1).tolist(), []
     for index in range(bins):

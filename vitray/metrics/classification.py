@@ -115,17 +115,14 @@ def log_probability_chunks(
     logits_NK: np.ndarray, temperature: float = 1.0, probability: Probability = "softmax"
 ) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield the rows of each chunk and their log-probabilities in float64."""
+    from scipy.special import log_expit, log_softmax  # loads slowly
+
     images, num_classes = logits_NK.shape
     size = max(1, CHUNK_VALUES // num_classes)
     for start in range(0, images, size):
         rows = slice(start, min(start + size, images))
         scaled_BK = logits_NK[rows].astype(np.float64) / temperature
-        if probability == "sigmoid":
-            yield rows, -np.logaddexp(0, -scaled_BK)
-            continue
-        scaled_BK -= scaled_BK.max(1, keepdims=True)
-        scaled_BK -= np.log(np.exp(scaled_BK).sum(1, keepdims=True))
-        yield rows, scaled_BK
+        yield rows, log_expit(scaled_BK) if probability == "sigmoid" else log_softmax(scaled_BK, axis=1)
 
 
 def mean_per_class_of(num_classes: int) -> Callable[[np.ndarray], np.ndarray]:

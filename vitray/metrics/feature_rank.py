@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitray.metrics.arrays import Labeled, ProbeInputs, check_features, check_matrix, unit_rows
+from vitray.metrics.arrays import ProbeInputs, unit_rows
 
 EPSILON = 1e-7
 CHUNK_ROWS = 8192
@@ -30,7 +30,7 @@ class Separation(NamedTuple):
 def rank_scores(inputs: ProbeInputs) -> dict[str, Any]:
     """Return the scores of the probe `rank` by name."""
     features_NF, labels_N = inputs.scored
-    separation = class_separation(features_NF, labels_N, inputs.num_classes)
+    separation = class_separation(features_NF, labels_N)
     return {
         "rankme": rankme(features_NF),
         "effective_rank": effective_rank(features_NF),
@@ -39,7 +39,7 @@ def rank_scores(inputs: ProbeInputs) -> dict[str, Any]:
     }
 
 
-def rankme(features_NF: Any) -> float:
+def rankme(features_NF: np.ndarray) -> float:
     """Return exp of the entropy of the singular values, as shares of their sum plus 1e-7; 0 for features of zero."""
     values = singular_values(features_NF)
     if not values.any():
@@ -48,9 +48,8 @@ def rankme(features_NF: Any) -> float:
     return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
-def effective_rank(features_NF: Any) -> float:
+def effective_rank(features_NF: np.ndarray) -> float:
     """Return exp of the entropy of the singular values of the centered features; 0 if all images have the same."""
-    features_NF = check_matrix("features", features_NF, "features")
     mean_F = features_NF.mean(0, dtype=np.float64)
     # Equal rows leave rounding errors of the mean.
     peak = max(float(np.abs(part_BF - mean_F).max()) for _, part_BF in _parts(features_NF))
@@ -61,9 +60,8 @@ def effective_rank(features_NF: Any) -> float:
     return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
-def class_separation(features_NF: Any, labels_N: Any, num_classes: int) -> Separation:
+def class_separation(features_NF: np.ndarray, labels_N: np.ndarray) -> Separation:
     """Return the separation of the classes that have images."""
-    features_NF, labels_N = check_features("class", Labeled(features_NF, labels_N), num_classes)
     present, index_N, counts_K = np.unique(labels_N, return_inverse=True, return_counts=True)
     mean_F, width = features_NF.mean(0, dtype=np.float64), features_NF.shape[1]
     total, means_KF, directions_KF = 0.0, np.zeros((len(present), width)), np.zeros((len(present), width))
@@ -79,9 +77,8 @@ def class_separation(features_NF: Any, labels_N: Any, num_classes: int) -> Separ
     return Separation(share, 1 - within / between if between > 1e-12 else None, len(present))
 
 
-def singular_values(features_NF: Any, mean_F: np.ndarray | float = 0.0) -> np.ndarray:
+def singular_values(features_NF: np.ndarray, mean_F: np.ndarray | float = 0.0) -> np.ndarray:
     """Return the min(N, F) singular values in float64, less the mean; rows are reduced part by part to a triangle."""
-    features_NF = check_matrix("features", features_NF, "features")
     rest_MF = np.empty((0, features_NF.shape[1]))
     for _, part_BF in _parts(features_NF):
         rest_MF = np.concatenate([rest_MF, part_BF - mean_F])

@@ -5,7 +5,7 @@ k neighbors vote with the first k weights. Of equal similarities the lower train
 lower class.
 
 Memory is bounded for any number of images: blocks of test images meet blocks of training images, of which the nearest
-so far are kept. Features may lie in a file.
+so far are kept. Features may lie in a file. scikit-learn's neighbors leave the order of equal similarities open.
 
 Shapes: B test images of a block, N training images of one, F features, K classes, T the largest k.
 """
@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vitray.errors import ConfigError
-from vitray.metrics.arrays import Labeled, ProbeInputs, ProbeScore, check_probe, score_predictions, unit_rows
+from vitray.metrics.arrays import Labeled, ProbeInputs, ProbeScore, score_predictions, unit_rows
 from vitray.metrics.intervals import proportion_values
 
 NEIGHBORS = (10, 20)
@@ -41,16 +40,10 @@ def probe_knn(
     neighbors: Sequence[int] = NEIGHBORS,
     temperature: float = TEMPERATURE,
 ) -> dict[int, ProbeScore]:
-    """Return {k: score}."""
-    train, test = check_probe(train, test, num_classes)
-    most = max(neighbors, default=0)
-    if not neighbors or min(neighbors) < 1 or most > len(train.labels):
-        raise ConfigError(f"knn: got k {list(neighbors)}; expected 1 to {len(train.labels)}, the training images")
-    if not temperature > 0:
-        raise ConfigError(f"knn: got temperature {temperature}; expected a positive number")
+    """Return {k: score}; each k is at most the number of training images."""
     predictions_kN = {k: np.empty(len(test.labels), np.int64) for k in neighbors}
     for start in range(0, len(test.labels), BLOCK):
-        rows_BT, similar_BT = _neighbors(train.features, test.features[start : start + BLOCK], most)
+        rows_BT, similar_BT = _neighbors(train.features, test.features[start : start + BLOCK], max(neighbors))
         logits_BT = similar_BT.astype(np.float64) / temperature
         weights_BT = np.exp(logits_BT - logits_BT[:, :1])
         weights_BT /= weights_BT.sum(1, keepdims=True)
@@ -78,11 +71,10 @@ def _neighbors(train_NF: np.ndarray, test_BF: np.ndarray, count: int) -> tuple[n
 def nearest_rows(similar_BN: np.ndarray, count: int) -> np.ndarray:
     """Return the columns of the largest values of each row, in order; equal values by column."""
     least_B1 = np.partition(similar_BN, -count, axis=1)[:, -count, None]
-    first_BT = np.empty((len(similar_BN), count), np.int64)
     # More columns than `count` may equal the least value: the columns above it come first, then the lowest others.
     above_BN, equal_BN = similar_BN > least_B1, similar_BN == least_B1
     chosen_BN = above_BN | (equal_BN & (equal_BN.cumsum(1) <= count - above_BN.sum(1, keepdims=True)))
-    first_BT[:] = np.nonzero(chosen_BN)[1].reshape(first_BT.shape)
+    first_BT = np.nonzero(chosen_BN)[1].reshape(-1, count)
     order_BT = np.argsort(-np.take_along_axis(similar_BN, first_BT, 1), axis=1, kind="stable")
     return np.take_along_axis(first_BT, order_BT, 1)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitray.metrics.arrays import Labeled, ProbeInputs, draw_part
+from vitray.metrics.arrays import Labeled, ProbeInputs, check_logits, check_probe, draw_part
 from vitray.metrics.calibration import calibration_scores
 from vitray.metrics.feature_rank import rank_scores
 from vitray.metrics.few_shot import SHOTS, few_shot_scores
@@ -35,7 +35,8 @@ class Probe(NamedTuple):
 
 
 def _calibration(inputs: ProbeInputs) -> dict[str, float]:
-    scores = calibration_scores(inputs.logits, inputs.scored.labels, probability=inputs.probability)._asdict()
+    logits_NK, labels_N = check_logits(inputs.logits, inputs.scored.labels)
+    scores = calibration_scores(logits_NK, labels_N, probability=inputs.probability)._asdict()
     return {name: value for name, value in scores.items() if name != "images"}
 
 
@@ -81,7 +82,7 @@ PROBES = {
 
 def probe_scores(names: Collection[str], inputs: ProbeInputs) -> dict[str, Any]:
     """Return the scores of the named probes by name."""
-    values: dict[str, Any] = {}
+    inputs, values = check_probe(inputs), dict[str, Any]()
     for name, probe in PROBES.items():
         if name in names:
             values |= probe.compute(inputs)
@@ -91,13 +92,14 @@ def probe_scores(names: Collection[str], inputs: ProbeInputs) -> dict[str, Any]:
 def probe_shares(shares: Sequence[float], inputs: ProbeInputs) -> dict[str, Any]:
     """Return the scores of linear probes that learn from a share of the training images, as `linear_share0.1`.
 
-    A hash of the keys chooses the images, so a larger share has those of a smaller one, for every network.
+    A hash of the keys chooses the images, so a larger share has those of a smaller one, for every network. The inputs
+    are those of `probe_scores`, which checks them.
     """
     values: dict[str, Any] = {}
     for share in shares:
         train, keys = inputs.learned, inputs.keys
         count = max(1, round(share * len(train.labels)))
-        chosen_N = draw_part(len(train.labels), count, SHARE_SEED, keys)
+        chosen_N = draw_part(keys, count, SHARE_SEED)
         part = Labeled(train.features[chosen_N], train.labels[chosen_N])
         part_keys = [key for key, is_in in zip(keys, chosen_N, strict=True) if is_in]
         fitted = linear_scores(inputs._replace(train=part, keys=part_keys))

@@ -40,7 +40,6 @@ class Adapter(nn.Module):
         self.up = nn.Linear(inner, width, bias=bias)
 
     def forward(self, h_BND: Tensor) -> Tensor:
-        """Return the output."""
         return h_BND + self.up(F.gelu(self.down(h_BND)))
 
     def count(self, products: Products, tokens: int) -> None:

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.config.model_names import AXIAL_RESNETS
-from vitray.models.axial import Axis, join_lines, split_lines
-from vitray.models.positions import Grid, VisiblePatches
-from vitray.models.relative import num_offsets, offset_index
+from vitray.models.branches import Axis, join_lines, split_lines
+from vitray.models.positions import Grid, VisiblePatches, num_offsets, offset_index
 
 HEADS, LAYERS, ROOT, EXPANSION = 8, (3, 4, 6, 3), 64, 2
 
@@ -82,7 +81,6 @@ class AxialBottleneck(nn.Module):
             self.downsample = nn.Sequential(_conv(before, after, 1, stride), nn.BatchNorm2d(after))
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Return the output of the unit."""
         h_BCHW = F.relu(self.bn1(self.conv1(x_BCHW)))
         h_BCHW = F.relu(self.pool(self.rows(self.columns(h_BCHW))))
         return F.relu(self.bn2(self.conv2(h_BCHW)) + self.downsample(x_BCHW))

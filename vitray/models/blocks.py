@@ -24,10 +24,12 @@ from vitray.models.branches import (
     activate,
     apply_positions,
     attend,
+    bias_of,
     join_heads,
+    normalize,
+    normalize_heads,
     split_heads,
 )
-from vitray.models.norms import bias_of, normalize, normalize_heads
 from vitray.models.positions import NO_POSITIONS, AttentionPositions
 from vitray.models.products import Products
 

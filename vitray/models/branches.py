@@ -1,9 +1,10 @@
 """The branches of a block: an attention and a feed-forward, each with its norm and LayerScale, without the residual.
 
 Shapes: B images, N tokens, D width, H heads, P branches whose heads are one after another, K channels inside a branch,
-d channels of a head.
+d channels of a head. Of axial attention, R rows, C columns, S lines of L patches, X = B * S, N = R * C row by row.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -12,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.models.adapters import Adapter, count_linear
-from vitray.models.axial import Axis, join_lines, split_lines, spread_weights
-from vitray.models.norms import build_norm
-from vitray.models.positions import NO_POSITIONS, AttentionPositions, Grid
+from vitray.models.positions import NO_POSITIONS, AttentionPositions, Grid, num_offsets, relative_bias, rotate
 from vitray.models.products import Products
-from vitray.models.relative import num_offsets, relative_bias
-from vitray.models.rope import rotate
 from vitray.models.sizes import inner_width, up_width
 
 Execution = Literal["loop", "fused", "auto"]
 Trace = dict[str, Tensor]
+Norm = nn.LayerNorm | nn.RMSNorm
+Axis = Literal["rows", "columns"]
+AXES: tuple[Axis, Axis] = ("rows", "columns")
+"""The axes of a network's levels with axial attention, in turn."""
 
 
 class BlockSpec(NamedTuple):
@@ -122,7 +123,6 @@ class FeedForward(nn.Module):
         self.adapter = Adapter(spec.width, spec.adapters, spec.bias) if spec.adapters else None
 
     def forward(self, x_BND: Tensor, dropout: float) -> Tensor:
-        """Return the output."""
         return self.output(activate(self.up(self.norm(x_BND)), self.activation), dropout)
 
     def output(self, h_BNK: Tensor, dropout: float) -> Tensor:
@@ -213,3 +213,71 @@ def activate(h_BNK: Tensor, activation: str) -> Tensor:
             return F.gelu(h_BNK, approximate="tanh")
         case _:
             return F.gelu(h_BNK)
+
+
+# ---- axial attention (ViT paper, D.6) --------------------------------------------------------------------------------
+
+# Patches attend along one axis, within their line: a row or a column, which is a sequence of its own.
+
+
+def split_lines(x_BHNd: Tensor, axis: Axis, grid: Grid) -> Tensor:
+    """Return the patches of each line as a sequence, (B S)HLd."""
+    x_BHRCd = x_BHNd.unflatten(2, grid)
+    return (x_BHRCd.transpose(1, 2) if axis == "rows" else x_BHRCd.permute(0, 3, 1, 2, 4)).flatten(0, 1)
+
+
+def join_lines(x_XHLd: Tensor, axis: Axis, grid: Grid) -> Tensor:
+    """Return the patches of all lines row by row, BHNd."""
+    x_BSHLd = x_XHLd.unflatten(0, (-1, grid[0] if axis == "rows" else grid[1]))
+    return (x_BSHLd.transpose(1, 2) if axis == "rows" else x_BSHLd.permute(0, 2, 3, 1, 4)).flatten(2, 3)
+
+
+def spread_weights(weights_XHLL: Tensor, axis: Axis, grid: Grid) -> Tensor:
+    """Return the attention weights between all patches, BHNN: zero between lines."""
+    lines = grid[0] if axis == "rows" else grid[1]
+    own = torch.eye(lines, dtype=weights_XHLL.dtype, device=weights_XHLL.device)
+    order = "bshlm,st->bhsltm" if axis == "rows" else "bshlm,st->bhlsmt"
+    return torch.einsum(order, weights_XHLL.unflatten(0, (-1, lines)), own).flatten(4, 5).flatten(2, 3)
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm that computes at least in the type of its weight.
+
+    Under autocast the queries and keys that qk_norm normalizes are bfloat16. torch has no fused kernel for an input and
+    a weight of different types: it would warn, and round to bfloat16 before the weight.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized input."""
+        return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype)))
+
+
+def build_norm(kind: str, width: int, eps: float, bias: bool) -> Norm:
+    """Return a norm over `width` channels; an rmsnorm has no bias."""
+    return RMSNorm(width, eps=eps) if kind == "rmsnorm" else nn.LayerNorm(width, eps=eps, bias=bias)
+
+
+def bias_of(norm: Norm) -> Tensor | None:
+    """Return the bias of a norm, if it has one."""
+    return norm.bias if isinstance(norm, nn.LayerNorm) else None
+
+
+def normalize(x_BND: Tensor, norm: Norm) -> Tensor:
+    """Return the output of a norm without its weight and bias."""
+    if isinstance(norm, nn.RMSNorm):
+        x_BND = x_BND.to(torch.promote_types(x_BND.dtype, norm.weight.dtype))
+        return F.rms_norm(x_BND, norm.normalized_shape, eps=norm.eps)
+    return F.layer_norm(x_BND, norm.normalized_shape, eps=norm.eps)
+
+
+def normalize_heads(x_BHNd: Tensor, norms: Sequence[Norm]) -> Tensor:
+    """Return the normalized heads of several branches, each by the weight and bias of its own branch."""
+    x_BPHNd = normalize(x_BHNd, norms[0]).unflatten(1, (len(norms), -1))
+    x_BPHNd = x_BPHNd * torch.stack([norm.weight for norm in norms])[:, None, None]
+    biases = [bias for norm in norms if (bias := bias_of(norm)) is not None]
+    if biases:
+        x_BPHNd = x_BPHNd + torch.stack(biases)[:, None, None]
+    return x_BPHNd.flatten(1, 2)

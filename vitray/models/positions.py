@@ -1,6 +1,7 @@
-"""Position embeddings: learned, fixed sin-cos or none, and the four published ways to resize a learned table.
+"""Positions: added to the patches (learned, sin-cos), or inside attention (rotary, relative).
 
-Shapes: B images, N patches (row by row) or tokens, D width, M selected patches.
+Shapes: B images, N patches (row by row) or tokens, D width, M selected patches, H heads, P branches whose heads are one
+after another, K offsets, d channels of a head.
 """
 
 from collections.abc import Callable
@@ -138,3 +139,73 @@ class Positions(nn.Module):
 
 def _learned(rows: int, width: int) -> nn.Parameter:
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(rows, width), std=0.02))
+
+
+# ---- axial rotary positions ------------------------------------------------------------------------------------------
+
+# Queries and keys turn by angles of column and row, so that logits depend on offsets. Of the d channels of a head,
+# pairs k of the first half turn by column * w_k and those of the second by row * w_k, with w_k = base^(-4k / d). Tokens
+# before the patches do not turn. On a larger grid the angles continue.
+
+
+def axial_rotation(grid: Grid, head_size: int, base: float) -> Tensor:
+    """Return the cosines and sines of each patch and channel, 2Nd."""
+    omega = base ** (-torch.arange(head_size // 4, dtype=torch.float64) / (head_size // 4))
+    rows, columns = torch.meshgrid(*(torch.arange(side, dtype=torch.float64) for side in grid), indexing="ij")
+    angles = torch.cat([columns.reshape(-1, 1) * omega, rows.reshape(-1, 1) * omega], dim=1).repeat_interleave(2, dim=1)
+    return torch.stack([angles.cos(), angles.sin()]).float()
+
+
+def rotate(x_BHNd: Tensor, rotation: Tensor) -> Tensor:
+    """Return heads with neighboring channels turned: (a, b) becomes (a cos - b sin, b cos + a sin)."""
+    cos, sin = rotation
+    turned_BHNd = torch.stack((-x_BHNd[..., 1::2], x_BHNd[..., ::2]), dim=-1).flatten(-2)
+    return (x_BHNd * cos + turned_BHNd * sin).type_as(x_BHNd)
+
+
+class AxialRope(nn.Module):
+    """The rotation of the tokens of an image."""
+
+    own: Tensor
+
+    def __init__(self, grid: Grid, head_size: int, base: float) -> None:
+        super().__init__()
+        self.grid, self.head_size, self.base = grid, head_size, base
+        self.register_buffer("own", fixed_table(axial_rotation, grid, head_size, base), persistent=False)
+
+    def forward(self, places: VisiblePatches, num_prefix: int) -> Tensor:
+        """Return the rotation of the prefix, which is none, and of the patches: 2(1 or B)1Nd."""
+        rotation = self.own
+        if places.grid != self.grid:
+            rotation = axial_rotation(places.grid, self.head_size, self.base).to(self.own)
+        rotation = rotation[:, None] if places.chosen is None else rotation[:, places.chosen]
+        # The prefix keeps its direction: cosine 1, sine 0.
+        still = torch.zeros_like(rotation[:, :, :1]).expand(-1, -1, num_prefix, -1).clone()
+        still[0] = 1
+        return torch.cat([still, rotation], dim=2)[:, :, None]
+
+
+# ---- relative positions (ViT paper, D.4) -----------------------------------------------------------------------------
+
+# A second attention of the same queries, with learned keys for offsets. The offset of a query and a key is the
+# difference of their places in raster order, so that N patches have 2N - 1. A branch has one key of a head's size for
+# each, which its heads share. The product with the scaled query is added to the logit.
+
+
+def num_offsets(patches: int) -> int:
+    """Return the number of offsets of patches in raster order."""
+    return 2 * patches - 1
+
+
+def offset_index(places: VisiblePatches, device: torch.device) -> Tensor:
+    """Return the row of the table for each query and key, (1 or B)1NN."""
+    patches = places.grid[0] * places.grid[1]
+    place_BN = torch.arange(patches, device=device)[None] if places.chosen is None else places.chosen
+    return (place_BN[:, :, None] - place_BN[:, None, :] + patches - 1)[:, None]
+
+
+def relative_bias(q_BHNd: Tensor, tables_PKd: Tensor, offset: Tensor) -> Tensor:
+    """Return the terms that are added to the scaled logits, BHNN; the tables may differ between images, BPKd."""
+    q_BPHNd = (q_BHNd * q_BHNd.shape[-1] ** -0.5).unflatten(1, (tables_PKd.shape[-3], -1))
+    terms_BHNK = (q_BPHNd @ tables_PKd.unsqueeze(-3).mT).flatten(1, 2)
+    return terms_BHNK.gather(3, offset.expand(*terms_BHNK.shape[:3], -1))

@@ -5,7 +5,7 @@ because a product's backward pass depends on what is trained before it. A test c
 FlopCounterMode.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,17 +66,3 @@ class Products:
         products = Products()
         count(products)
         self.forward += products.forward
-
-
-def count_convolutions(layers: Iterable[nn.Module], products: Products, positions: int) -> int:
-    """Count layers over the pixels or cells of an image, one after another, and return the positions after them."""
-    for layer in layers:
-        match layer:
-            case nn.Conv2d():
-                positions //= layer.stride[0] * layer.stride[1]
-                products.layer(layer, positions)
-            case nn.BatchNorm2d() | nn.LayerNorm() | nn.GELU():
-                products.train(layer)
-            case _:
-                positions = layer.count(products, positions)  # pyright: ignore[reportCallIssue]
-    return positions

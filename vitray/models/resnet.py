@@ -59,7 +59,6 @@ class Bottleneck(nn.Module):
             self.down_norm = nn.GroupNorm(GROUPS, after, eps)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Return the output of the unit."""
         h_BCHW = F.relu(self.norm1(self.conv1(x_BCHW)))
         h_BCHW = F.relu(self.norm2(self.conv2(h_BCHW)))
         h_BCHW = self.norm3(self.conv3(h_BCHW))

@@ -91,10 +91,6 @@ class VisualTokenizer(nn.Module):
         return torch.stack([images_BCHW, self.reconstruct(images_BCHW)])
 
     def read_metrics(self, *, training: bool) -> dict[str, float]:
-        """Return further numbers since the last call, in one mode."""
-        return {"perplexity": self.read_perplexity(training=training)}
-
-    def read_perplexity(self, *, training: bool) -> float:
         """Return the perplexity of all workers' codes since the last call, in one mode, and reset its counts.
 
         It is the number of equally frequent codes with the same entropy.
@@ -104,7 +100,7 @@ class VisualTokenizer(nn.Module):
         if dist.is_initialized():
             dist.all_reduce(count_V)
         share_V = count_V.double() / count_V.sum()
-        return float(torch.special.entr(share_V).sum().exp())
+        return {"perplexity": float(torch.special.entr(share_V).sum().exp())}
 
     # ---- the bottleneck ----------------------------------------------------------------------------------------------
 

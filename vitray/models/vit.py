@@ -10,14 +10,10 @@ from torch import Tensor, nn
 
 from vitray.config import Model, Relative, Rope
 from vitray.models.adapters import Adapter
-from vitray.models.axial import AXES
 from vitray.models.blocks import Block
-from vitray.models.branches import BlockSpec, Execution, Trace
-from vitray.models.norms import build_norm
-from vitray.models.positions import AttentionPositions, Grid, Positions, VisiblePatches
+from vitray.models.branches import AXES, BlockSpec, Execution, Trace, build_norm
+from vitray.models.positions import AttentionPositions, AxialRope, Grid, Positions, VisiblePatches, offset_index
 from vitray.models.products import Products
-from vitray.models.relative import offset_index
-from vitray.models.rope import AxialRope
 from vitray.models.stems import Stem
 
 
@@ -68,12 +64,9 @@ class ViT(nn.Module):
         for module in self.blocks.modules():
             if isinstance(module, Adapter):
                 module.start_from_zero()
-        if self.class_token is not None:
-            nn.init.trunc_normal_(self.class_token, std=0.02)
-        if self.distillation_token is not None:
-            nn.init.trunc_normal_(self.distillation_token, std=0.02)
-        if self.registers is not None:
-            nn.init.trunc_normal_(self.registers, std=0.02)
+        for token in (self.class_token, self.distillation_token, self.registers):
+            if token is not None:
+                nn.init.trunc_normal_(token, std=0.02)
 
     def forward(self, images_BCHW: Tensor, trace: Trace | None = None) -> Tensor:
         """Return logits, or pooled features without a head; a `trace` receives each branch's attention weights."""
@@ -207,7 +200,6 @@ class TwoHeads(nn.Module):
         self.class_token, self.distillation_token = class_token, distillation_token
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
-        """Return the logits, BK."""
         first_BK, second_BK = self.both(pooled_BD)
         return (first_BK + second_BK) / 2
 

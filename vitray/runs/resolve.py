@@ -24,9 +24,8 @@ from vitray.training.schedule import Intervals, Length, check_shares, intervals_
 from vitray.weights.addresses import check_model_name
 
 if TYPE_CHECKING:
-    from vitray.tasks.costs import TaskCosts
-    from vitray.weights.pretrained import InitialWeights, TokenizerSource
-    from vitray.weights.teacher import TeacherSource
+    from vitray.tasks.build import TaskCosts
+    from vitray.weights.pretrained import InitialWeights, TeacherSource, TokenizerSource
 
 
 class TrialHook(NamedTuple):
@@ -124,8 +123,8 @@ def _sizes(run: Run) -> Sizes:
 
 
 def _task_costs(run: Run, tokenizer: "TokenizerSource | None", teacher: "TeacherSource | None") -> "TaskCosts":
-    from vitray.tasks.costs import task_costs  # imports torch, which takes seconds
-    from vitray.tasks.distillation import Teacher
+    from vitray.tasks.build import task_costs  # imports torch, which takes seconds
+    from vitray.tasks.supervised import Teacher
 
     beside = teacher and Teacher(teacher.network, teacher.normalize)
     return task_costs(run, tokenizer and tokenizer.tokenizer, beside)
@@ -158,7 +157,7 @@ def _open_weights(run: Run, dataset: Dataset) -> "tuple[Run, InitialWeights | No
 def _open_teacher(run: Run, dataset: Dataset) -> "TeacherSource | None":
     if run.distill is None:
         return None
-    from vitray.weights.teacher import open_teacher  # imports torch, which takes seconds
+    from vitray.weights.pretrained import open_teacher  # imports torch, which takes seconds
 
     return open_teacher(run, run.distill, dataset.classes)
 

@@ -157,7 +157,7 @@ def _fit(
 
     from vitray.runs import ray_host
     from vitray.runs.failures import COLLECTIVE_SECONDS, HangReport, fit_with_restarts
-    from vitray.tasks.distillation import Teacher
+    from vitray.tasks.supervised import Teacher
 
     compute, teacher = resolved.run.compute, resolved.teacher
     start = ray_host.RayStart(

@@ -3,21 +3,26 @@
 Shapes: B images, S images of both submodels, C colors, H x W pixels, K classes.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.config import Run
+from vitray.config.augmentation import Normalize
+from vitray.config.distillation import Distillation
 from vitray.config.training import Finetune, Supervised
-from vitray.models.network import build_network
+from vitray.models.network import AnyNetwork, build_network
 from vitray.models.products import Products
 from vitray.models.vit import TwoHeads, ViT
-from vitray.tasks.distillation import Teacher, distillation_loss
-from vitray.tasks.losses import LOSSES
 
 
 class Classification(nn.Module):
     """A network that learns classes from labels, and from a teacher where the run names one."""
 
-    def __init__(self, run: Run, teacher: Teacher | None = None) -> None:
+    def __init__(self, run: Run, teacher: "Teacher | None" = None) -> None:
         super().__init__()
         assert isinstance(run.task, Supervised | Finetune)
         self.settings, self.normalize, self.teacher = run.task, run.data.normalize, teacher
@@ -37,10 +42,8 @@ class Classification(nn.Module):
         else:
             logits_BK = distilled_logits_BK = self.vit(images_BCHW)
         teacher_logits_BK = self.teacher.logits(images_BCHW, self.normalize)
-        label_loss, taught_loss = (
-            self.label_loss(logits_BK, targets_BK),
-            distillation_loss(distilled_logits_BK, teacher_logits_BK, distill),
-        )
+        label_loss = self.label_loss(logits_BK, targets_BK)
+        taught_loss = distillation_loss(distilled_logits_BK, teacher_logits_BK, distill)
         return (1 - distill.weight) * label_loss + distill.weight * taught_loss
 
     def read_metrics(self, *, training: bool) -> dict[str, float]:
@@ -66,3 +69,94 @@ class Classification(nn.Module):
     def label_loss(self, logits_BK: Tensor, targets_BK: Tensor) -> Tensor:
         """Return the mean loss of logits by the labels."""
         return self.loss.of_labels(logits_BK, targets_BK, self.settings.smoothing)
+
+
+# ---- losses of classes, a row each -----------------------------------------------------------------------------------
+
+
+def soft_cross_entropy(logits_BK: Tensor, targets_BK: Tensor, smoothing: float) -> Tensor:
+    """Return the mean cross-entropy with soft targets, computed in float32."""
+    return F.cross_entropy(logits_BK.float(), targets_BK.float(), label_smoothing=smoothing)
+
+
+def binary_cross_entropy(logits_BK: Tensor, targets_BK: Tensor, smoothing: float) -> Tensor:
+    """Return the mean binary cross-entropy over images and classes, computed in float32.
+
+    Every class with a share of a mixed target counts as present. Smoothing is applied afterwards. DeiT's code applies
+    it before, so that every class counts as present (`--bce-loss --smoothing 0.1`).
+    """
+    present_BK = (targets_BK > 0).float()
+    smoothed_BK = (1 - smoothing) * present_BK + smoothing / present_BK.shape[1]
+    return F.binary_cross_entropy_with_logits(logits_BK.float(), smoothed_BK)
+
+
+def softmax_of_peer(logits_BK: Tensor, peer_logits_BK: Tensor) -> Tensor:
+    """Return -sum_k q(k) log p(k), the mean over images, with q and p the softmax of the other's and the own logits."""
+    return F.cross_entropy(logits_BK.float(), peer_logits_BK.float().softmax(dim=1))
+
+
+def sigmoids_of_peer(logits_BK: Tensor, peer_logits_BK: Tensor) -> Tensor:
+    """Return the binary cross-entropy with the other's sigmoids, the mean over images and classes."""
+    return F.binary_cross_entropy_with_logits(logits_BK.float(), peer_logits_BK.float().sigmoid())
+
+
+class Loss(NamedTuple):
+    """The functions of a loss, each computed in float32."""
+
+    of_labels: Callable[[Tensor, Tensor, float], Tensor]
+    """Of logits, soft targets and label smoothing."""
+    of_peer: Callable[[Tensor, Tensor], Tensor]
+    """Of logits and another network's logits, which have no gradient, without label smoothing."""
+
+
+LOSSES = {
+    "softmax": Loss(soft_cross_entropy, softmax_of_peer),
+    "bce": Loss(binary_cross_entropy, sigmoids_of_peer),
+}
+
+
+# ---- distillation (DeiT) ---------------------------------------------------------------------------------------------
+
+
+class Teacher:
+    """A trained network beside a task. The class is no module, so that the task neither trains nor saves it."""
+
+    def __init__(self, network: AnyNetwork, normalize: Normalize) -> None:
+        self.network, self.normalize = network.eval().requires_grad_(False), normalize
+
+    def to(self, device: torch.device) -> "Teacher":
+        """Move the network to a device, and return the teacher."""
+        self.network.to(device)
+        return self
+
+    @torch.no_grad()
+    def logits(self, images_BCHW: Tensor, normalize: Normalize) -> Tensor:
+        """Return the teacher's logits, computed in bfloat16; `normalize` is the normalization of the images."""
+        images_BCHW = renormalize(images_BCHW, normalize, self.normalize)
+        with torch.autocast(images_BCHW.device.type, torch.bfloat16):
+            return self.network(images_BCHW).float()
+
+
+def renormalize(images_BCHW: Tensor, before: Normalize, after: Normalize) -> Tensor:
+    """Return normalized images under another normalization."""
+    if before == after:
+        return images_BCHW
+    old_mean, old_std, new_mean, new_std = (
+        torch.tensor(values, device=images_BCHW.device).view(3, 1, 1)
+        for values in (before.mean, before.std, after.mean, after.std)
+    )
+    return (images_BCHW * old_std + old_mean - new_mean) / new_std
+
+
+def distillation_loss(logits_BK: Tensor, teacher_BK: Tensor, settings: Distillation) -> Tensor:
+    """Return the mean loss with the teacher's answers as targets, computed in float32.
+
+    Hard: -log p(k), k the teacher's most probable class. Soft: T^2 sum_k q(k) log(q(k) / p(k)), with q and p the
+    softmax of the teacher's and the network's logits / T.
+    """
+    logits_BK, teacher_BK = logits_BK.float(), teacher_BK.float()
+    if settings.target == "hard":
+        return F.cross_entropy(logits_BK, teacher_BK.argmax(dim=1))
+    log_p_BK = F.log_softmax(logits_BK / settings.temperature, dim=1)
+    log_q_BK = F.log_softmax(teacher_BK / settings.temperature, dim=1)
+    return settings.temperature**2 * F.kl_div(log_p_BK, log_q_BK, reduction="batchmean", log_target=True)

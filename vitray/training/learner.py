@@ -13,8 +13,7 @@ from vitray.data.stream.batches import Share
 from vitray.errors import ConfigError
 from vitray.models.stems import synchronize_norms
 from vitray.system import host_facts
-from vitray.tasks.build import Task, build_task
-from vitray.tasks.recompute import recompute_activations
+from vitray.tasks.build import Task, build_task, recompute_activations
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Checkpoint
 from vitray.training.host import Host

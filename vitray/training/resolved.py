@@ -10,9 +10,8 @@ from vitray.models.sizes import Sizes
 from vitray.training.schedule import Intervals, Length
 
 if TYPE_CHECKING:
-    from vitray.tasks.costs import TaskCosts
-    from vitray.weights.pretrained import InitialWeights, TokenizerSource
-    from vitray.weights.teacher import TeacherSource
+    from vitray.tasks.build import TaskCosts
+    from vitray.weights.pretrained import InitialWeights, TeacherSource, TokenizerSource
 
 
 class ResolvedRun(NamedTuple):

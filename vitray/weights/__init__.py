@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vitray.weights.folder import load_model as load_model
     from vitray.weights.folder import load_tokenizer as load_tokenizer
     from vitray.weights.folder import open_weights as open_weights
+    from vitray.weights.folder import repatch_model as repatch_model
     from vitray.weights.folder import save_model as save_model
     from vitray.weights.folder import save_tokenizer as save_tokenizer
 
@@ -34,6 +35,7 @@ NAMES = {
         "load_model",
         "load_tokenizer",
         "open_weights",
+        "repatch_model",
         "save_model",
         "save_tokenizer",
     ),

@@ -1,7 +1,6 @@
 """Import of other libraries' weights, exact to the last bit."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,45 +35,32 @@ def import_weights(
     gives settings that count only where they would otherwise be missing. A file of one of torchvision's networks needs
     its `name`, as in torchvision/resnet50.
     """
-    file = read_weights(url)
-    name = str({**(fallback or {}), **(settings or {})}.get("name", ""))
+    file, given = read_weights(url), {**(fallback or {}), **(settings or {})}
+    name = str(given.get("name", ""))
     if axial_resnet(name):
         raise ConfigError(f"{url}: weights files of {name} are not read; expected a model folder written by vitray")
     if is_torchvision(name):
-        return _torchvision(file.tensors, {**(fallback or {}), **(settings or {})}, url)
-    layout = _layout_of(file.tensors, layout, url)
-    with _shape_errors(url):
-        return _build(file, layout, settings_of(file, layout, url, settings or {}, fallback or {}), url)
+        return _torchvision(file.tensors, given, url)
+    return _vit(file, layout, url, settings or {}, fallback or {})
 
 
 def import_state(url: str) -> State:
     """Return the tensors of another library's weights file under our names, even without some settings."""
-    file = read_weights(url)
-    layout = _layout_of(file.tensors, None, url)
-    with _shape_errors(url):
-        return _build(file, layout, settings_of(file, layout, url, {}, None), url)[1].state_dict()
+    return _vit(read_weights(url), None, url, {}, None)[1].state_dict()
 
 
-@contextmanager
-def _shape_errors(url: str) -> Iterator[None]:
-    """Turn the errors of tensors with too few or too many dimensions into one message."""
-    try:
-        yield
-    except (IndexError, TypeError, RuntimeError) as error:
-        raise ConfigError(f"{url}: its tensors do not fit together: {one_line(error)[:300]}") from None
-
-
-def _layout_of(state: State, layout: str | None, url: str) -> str:
-    layout = layout or detect_layout(state, url)
+def _vit(
+    file: WeightsFile, layout: str | None, url: str, given: Mapping[str, Any], fallback: Mapping[str, Any] | None
+) -> tuple[Run, ViT]:
+    layout = layout or detect_layout(file.tensors, url)
     if layout not in LAYOUTS:
         raise ConfigError(f"layout {layout!r}: expected one of {', '.join(LAYOUTS)}{nearest(layout, LAYOUTS)}")
-    return layout
-
-
-def _build(file: WeightsFile, layout: str, settings: dict[str, Any], url: str) -> tuple[Run, ViT]:
-    run = _run_of(settings)
-    vit = ViT(run.model)
-    vit.load_state_dict(_renamed(file.tensors, LAYOUTS[layout], vit, url), assign=True)
+    try:
+        run = _run_of(settings_of(file, layout, url, given, fallback))
+        vit = ViT(run.model)
+        vit.load_state_dict(_renamed(file.tensors, LAYOUTS[layout], vit, url), assign=True)
+    except (IndexError, TypeError, RuntimeError) as error:  # of tensors with too few or too many dimensions
+        raise ConfigError(f"{url}: its tensors do not fit together: {one_line(error)[:300]}") from None
     return run, vit.eval()
 
 
@@ -107,11 +93,9 @@ def _torchvision(state: State, settings: dict[str, Any], url: str) -> tuple[Run,
     wanted = network.state_dict()
     wrong = [f"{name} is missing" for name in wanted.keys() - ours.keys() if not name.endswith(NOT_WEIGHTS)]
     wrong += [f"{name} has no place here" for name in ours.keys() - wanted.keys()]
-    wrong += [
-        f"{name} is {tuple(ours[name].shape)}, expected {tuple(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in ours and ours[name].shape != tensor.shape
-    ]
+    for name in wanted.keys() & ours.keys():
+        if ours[name].shape != wanted[name].shape:
+            wrong.append(f"{name} is {tuple(ours[name].shape)}, expected {tuple(wanted[name].shape)}")
     if wrong:
         raise ConfigError(f"{url}: read as {run.model.name}, but {few(sorted(wrong), '; ')}")
     network.load_state_dict(wanted | ours)

@@ -69,9 +69,20 @@ def export_weights(vit: AnyNetwork, layout: str) -> State:
 
 def _fault(model: Model, layout: str) -> str | None:
     """The first setting whose function no library can compute, even if the tensors fit."""
-    if variant := variant_of(model):
-        return f"an export for {layout} has no {variant}"
-    return f"an export for {layout} has no adapters" if model.adapters else None
+    is_added = model.positions.kind in ("learned", "learned2d", "sincos2d", "none")
+    variants = {
+        f"{model.positions.kind} positions": not is_added,
+        "positions before every level": getattr(model.positions, "where", "stem") != "stem",
+        f"{model.attention} attention": model.attention != "global",
+        "registers": model.registers > 0,
+        "qk_norm": model.qk_norm,
+        f"norm {model.norm}": model.norm != "layernorm",
+        f"activation {model.activation}": model.activation == "swiglu",
+        "network without biases": not model.bias,
+        "adapters": bool(model.adapters),
+    }
+    variant = next((variant for variant, is_set in variants.items() if is_set), None)
+    return variant and f"an export for {layout} has no {variant}"
 
 
 def _timm_fault(model: Model) -> str | None:
@@ -105,41 +116,19 @@ def _torchvision_fault(model: Model) -> str | None:
     return None if height == width else f"torchvision reads square images, and this model {height} x {width}"
 
 
-def variant_of(model: Model) -> str | None:
-    """The first setting, if any, that other libraries' layouts do not have."""
-    is_added = model.positions.kind in ("learned", "learned2d", "sincos2d", "none")
-    variants = {
-        f"{model.positions.kind} positions": not is_added,
-        "positions before every level": getattr(model.positions, "where", "stem") != "stem",
-        f"{model.attention} attention": model.attention != "global",
-        "registers": model.registers > 0,
-        "qk_norm": model.qk_norm,
-        f"norm {model.norm}": model.norm != "layernorm",
-        f"activation {model.activation}": model.activation == "swiglu",
-        "network without biases": not model.bias,
-    }
-    return next((variant for variant, is_set in variants.items() if is_set), None)
-
-
 def write_library(vit: AnyNetwork, layout: str, folder: Path, classes: Sequence[str] | None = None) -> None:
     """Write a network for another library: model.safetensors, load.py, and for hf a config.json.
 
     load.py needs that library only. It builds the network, loads the tensors strictly and names it `model`.
     """
-    exported = export_weights(vit, layout)
-    program = library_program(vit, layout)
-    save_file(exported, folder / WEIGHTS, metadata={"format": "pt"})
-    for name, content in LIBRARIES[layout].files(vit, classes).items():
+    save_file(export_weights(vit, layout), folder / WEIGHTS, metadata={"format": "pt"})
+    library = LIBRARIES[layout]
+    for name, content in library.files(vit, classes).items():
         (folder / name).write_text(content)
-    (folder / LOADER).write_text(program)
+    (folder / LOADER).write_text(library.program(vit))
 
 
 # ---- the program that loads an export --------------------------------------------------------------------------------
-
-
-def library_program(vit: AnyNetwork, layout: str) -> str:
-    """Return Python that builds the network in its library and loads the tensors beside it, as `model`."""
-    return LIBRARIES[layout].program(vit)
 
 
 def _program(library: str, network: str) -> str:
@@ -147,12 +136,6 @@ def _program(library: str, network: str) -> str:
     load = f"model.load_state_dict(safetensors.torch.load_file({_FOLDER} / {WEIGHTS!r}))"
     imports = f"import functools, pathlib, safetensors.torch, torch, {library}"
     return f"{imports}\nmodel = {network}\n{load}\nmodel.eval()\n"
-
-
-def _torchvision_arguments(model: Model) -> str:
-    arguments = {"weights": None, "num_classes": model.num_classes, **constructor_settings(model)}
-    named = [f"{name}={value!r}" for name, value in arguments.items()]
-    return ", ".join([repr(model.name.removeprefix(PREFIX)), *named])
 
 
 def _timm_program(vit: AnyNetwork) -> str:
@@ -205,8 +188,12 @@ def _layer_code(layer: nn.Module) -> str:
 
 
 def _torchvision_program(vit: AnyNetwork) -> str:
-    own = f"torchvision.models.get_model({_torchvision_arguments(vit.model)})"
-    return _program("torchvision", _torchvision_code(vit.model) if isinstance(vit, ViT) else own)
+    model = vit.model
+    if isinstance(vit, ViT):
+        return _program("torchvision", _torchvision_code(model))
+    arguments = {"weights": None, "num_classes": model.num_classes, **constructor_settings(model)}
+    listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return _program("torchvision", f"torchvision.models.get_model({model.name.removeprefix(PREFIX)!r}, {listed})")
 
 
 def _torchvision_code(model: Model) -> str:

@@ -21,8 +21,7 @@ from torch.func import functional_call
 from vitray.config import Model, Rope, Run
 from vitray.errors import ConfigError, nearest
 from vitray.models.network import build_network
-from vitray.models.positions import Positions
-from vitray.models.rope import AxialRope
+from vitray.models.positions import AxialRope, Positions
 from vitray.models.vit import ViT, build_head
 from vitray.weights.files import State
 

@@ -6,19 +6,22 @@ A folder with a delta.json is a delta, readable only with its base.
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from vitray.config import Run, load_run
+from vitray.config import Model, Run, load_run
 from vitray.config.parsing import short
 from vitray.config.sections import LONGEST_TEXT
 from vitray.errors import ConfigError, odd_character
 from vitray.models.adapters import merge_lora
 from vitray.models.network import AnyNetwork, build_network
+from vitray.models.stems import resize_kernel
 from vitray.models.tokenizer import VisualTokenizer
+from vitray.models.vit import ViT
 from vitray.system import storage
 from vitray.system.lease import own_folder
 from vitray.system.storage import scratch_folder
@@ -112,7 +115,12 @@ def _check_new(url: str) -> None:
 def load_model(url: str) -> LoadedModel:
     """Return the content of a model folder, with the network in evaluation mode."""
     location = _folder_at(url)
-    return _build(location, read_state(location))
+    state = read_state(location)
+    run = _network_run(location, state)
+    classes = _read_classes(storage.join(location, CLASSES), run)
+    vit = build_network(run.model)
+    vit.load_state_dict(state, assign=True)  # without a copy
+    return LoadedModel(run, vit.eval(), classes)
 
 
 def load_tokenizer(url: str) -> VisualTokenizer:
@@ -121,9 +129,10 @@ def load_tokenizer(url: str) -> VisualTokenizer:
     run = _run_at(location)
     if run.task.traits.saves != "tokenizer":
         raise ConfigError(f"{url}: got the network of a run of task {run.task.kind}, expected that of task tokenizer")
-    tokenizer = VisualTokenizer(run)
-    _fill(tokenizer, location, run, read_state(location))
-    return tokenizer.requires_grad_(False)
+    tokenizer, state = VisualTokenizer(run), read_state(location)
+    _check_fit(tokenizer, location, run, state)
+    tokenizer.load_state_dict(state, assign=True)
+    return tokenizer.eval().requires_grad_(False)
 
 
 def load_deltas(base_url: str, urls: Mapping[str, str], device: torch.device | str = "cpu") -> Family:
@@ -139,10 +148,11 @@ def load_deltas(base_url: str, urls: Mapping[str, str], device: torch.device | s
 
 def read_member(url: str, base_url: str, base: State, identity: str) -> Member:
     """Return the network at `url`: the base, whose tensors and hash are `base` and `identity`, or a delta of it."""
-    location = _folder_at(url)
-    if location == resolve_uri(base_url):
-        return _member(location, base, base)
-    return _member(location, compose(_chain_to(url, base_url, identity), base, identity), base)
+    location, state = _folder_at(url), base
+    if location != resolve_uri(base_url):
+        state = compose(_chain_to(url, base_url, identity), base, identity)
+    run = _network_run(location, state)
+    return Member(run, _read_classes(storage.join(location, CLASSES), run), state, base)
 
 
 def check_member(url: str, base_url: str, identity: str) -> Run:
@@ -161,11 +171,6 @@ def _chain_to(url: str, base_url: str, identity: str) -> list[Link]:
         got = f"a delta of {', and that of '.join(bases)}" if bases else f"whole ({root})"
         raise ConfigError(f"{url}: it is {got}; expected a delta of {base_url} ({identity[:12]})")
     return links
-
-
-def _member(location: str, state: State, base: State) -> Member:
-    run = _network_run(location, state)
-    return Member(run, _read_classes(storage.join(location, CLASSES), run), state, base)
 
 
 def flatten_model(url: str, target: str) -> SavedModel:
@@ -238,15 +243,6 @@ def _folder_at(url: str) -> str:
     return location
 
 
-def _build(location: str, state: State) -> LoadedModel:
-    """The network of a folder, built on these tensors without a copy."""
-    run = _network_run(location, state)
-    classes = _read_classes(storage.join(location, CLASSES), run)
-    vit = build_network(run.model)
-    _fill(vit, location, run, state)
-    return LoadedModel(run, vit, classes)
-
-
 def _network_run(location: str, state: State) -> Run:
     """The run of a folder; refuse a tokenizer, and tensors that do not fit."""
     run = _run_at(location)
@@ -276,27 +272,58 @@ def _run_at(location: str) -> Run:
         return load_run(path)
 
 
-def _fill(network: nn.Module, url: str, run: Run, state: State) -> None:
-    """Give a network these tensors without a copy, and switch it to evaluation mode."""
-    _check_fit(network, url, run, state)
-    network.load_state_dict(state, assign=True)
-    network.eval()
-
-
 def _check_fit(network: nn.Module, url: str, run: Run, state: State) -> None:
     """Refuse tensors that are missing, left over or misshapen, and those of another type, such as integers."""
     wanted = network.state_dict()
     wrong = [f"{key} is missing" for key in wanted.keys() - state.keys()]
     wrong += [f"{key} has no place" for key in state.keys() - wanted.keys()]
-    wrong += [
-        f"{key} is {tuple(state[key].shape)}, expected {tuple(wanted[key].shape)}"
-        for key in wanted.keys() & state.keys()
-        if state[key].shape != wanted[key].shape
-    ]
-    wrong += [
-        f"{key} is {state[key].dtype}, expected {wanted[key].dtype}"
-        for key in wanted.keys() & state.keys()
-        if state[key].dtype != wanted[key].dtype
-    ]
+    for key in wanted.keys() & state.keys():
+        got, expected = state[key], wanted[key]
+        if got.shape != expected.shape:
+            wrong.append(f"{key} is {tuple(got.shape)}, expected {tuple(expected.shape)}")
+        if got.dtype != expected.dtype:
+            wrong.append(f"{key} is {got.dtype}, expected {expected.dtype}")
     if wrong:
         raise ConfigError(f"{url}: {WEIGHTS} does not fit {run.model.name} of {RUN}: {few(sorted(wrong), '; ')}")
+
+
+# ---- another patch size (FlexiViT) -----------------------------------------------------------------------------------
+
+
+def repatch_model(url: str, patch: int, target: str, image_size: int | None = None) -> SavedModel:
+    """Write a network with patches of another size as a model folder, and return the folder's size."""
+    run, vit, classes = repatched(open_weights(url), patch, url, image_size)
+    return save_model(target, run, vit, classes)
+
+
+def repatched(loaded: LoadedModel, patch: int, url: str, image_size: int | None = None) -> LoadedModel:
+    """Return a network with patches of another size, at its own image size or a given one."""
+    run, old, classes = loaded
+    run.model.require_vit(f"{url}: another patch size")
+    assert isinstance(old, ViT)
+    run = run.replace({"model": _model_at(old.model, patch, url, image_size).model_dump(mode="json")})
+    new = ViT(run.model)
+    state = old.state_dict() | old.positions_at(new.model.grid)
+    kernel = "stem.proj.0.weight"
+    new.load_state_dict(state | {kernel: resize_kernel(state[kernel], patch)})
+    return LoadedModel(run, new.eval(), classes)
+
+
+def _model_at(model: Model, patch: int, url: str, image_size: int | None) -> Model:
+    if not model.shape.traits.is_resizable:
+        raise ConfigError(
+            f"{url}: got {model.name}, expected a linear stem: only its kernel is resized to other patches"
+        )
+    if model.positions.kind == "relative":
+        raise ConfigError(f"{url}: relative positions are those of one grid; expected other positions")
+    size = model.image_shape if image_size is None else (image_size, image_size)
+    if patch < 1 or any(side % patch or not side for side in size):
+        sides = " x ".join(map(str, size))
+        below = max(size[0] // max(patch, 1), 1) * max(patch, 1)
+        raise ConfigError(
+            f"{url}: got patches of {patch} for images of {sides} px, expected a size that divides them, or"
+            f" --image-size {below} or {below + max(patch, 1)}"
+        )
+    name = str(replace(model.shape, patch=patch))
+    side = size[0] if size[0] == size[1] else size
+    return Model.model_validate({**model.model_dump(), "name": name, "image_size": side, "patches": ()})

@@ -1,4 +1,4 @@
-"""Weights of an earlier run: initial weights for a fine-tuning, or the tokenizer of a masked pretraining."""
+"""Networks that a run names: the initial weights of a fine-tuning, a tokenizer, a teacher; and their adaptation."""
 
 import json
 from collections.abc import Sequence
@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from vitray.config import Model, Run
+from vitray.config.augmentation import Normalize
+from vitray.config.distillation import Distillation
 from vitray.config.pretraining import Beit
 from vitray.config.training import Finetune
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, nearest
 from vitray.models.network import AnyNetwork, build_network
+from vitray.models.products import Products
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import TwoHeads, ViT, build_head
@@ -39,8 +42,6 @@ FUNCTION_SETTINGS = (
     "resnet_eps",
     "stem_norm_eps",
 )
-
-
 # The settings that define the function of a network of torchvision; its name decides the rest.
 TORCHVISION_SETTINGS = ["name", "image_size"]
 
@@ -257,3 +258,62 @@ def check_tokenizer(run: Run, source: Run, url: str) -> None:
             f"data.normalize: got mean {list(run.data.normalize.mean)}, std {list(run.data.normalize.std)}, expected"
             f" those of the tokenizer {url}, {list(source.data.normalize.mean)} and {list(source.data.normalize.std)}"
         )
+
+
+# ---- the teacher of a distillation -----------------------------------------------------------------------------------
+
+TEACHER = "task.distill.teacher"
+
+
+class TeacherSource(NamedTuple):
+    """A teacher and its origin."""
+
+    url: str
+    """Its permanent address, readable from any folder."""
+    identity: str
+    """A hash of its tensors."""
+    name: str
+    network: AnyNetwork
+    """From normalized images to logits."""
+    normalize: Normalize
+    """The normalization of its images."""
+    gflops: float
+    """Of the matrix products of one image's forward pass; a multiply-add counts once."""
+
+
+def open_teacher(run: Run, distill: Distillation, classes: Sequence[str]) -> TeacherSource:
+    """Return the teacher that a run names, checked against the run's classes and image size."""
+    try:
+        url = pin_uri(distill.teacher)
+        loaded = open_weights(url)
+    except ConfigError as error:
+        raise ConfigError(f"{TEACHER}: {error}") from None
+    _check_classes(loaded, distill.teacher, classes)
+    model = loaded.vit.model
+    if model.image_shape != run.model.image_shape:
+        (height, width), (own_height, own_width) = model.image_shape, run.model.image_shape
+        raise ConfigError(
+            f"{TEACHER}: got {distill.teacher}, which reads images of {height} x {width} pixels, expected {own_height}"
+            f" x {own_width}, as model.image_size: fine-tune the teacher at that size, or train at its own"
+        )
+    identity = identity_of(loaded.vit.state_dict())
+    network = loaded.vit.requires_grad_(False)
+    network.count(products := Products())
+    return TeacherSource(url, identity, model.name, network, loaded.run.data.normalize, products.gflops)
+
+
+def _check_classes(loaded: LoadedModel, url: str, classes: Sequence[str]) -> None:
+    number, names = loaded.vit.model.num_classes, loaded.classes
+    if number is None:
+        raise ConfigError(f"{TEACHER}: got {url}, a network without a head, expected a classifier")
+    if number != len(classes):
+        raise ConfigError(
+            f"{TEACHER}: got {url}, which knows {number} classes, expected the {len(classes)} of the data"
+        )
+    # A weights file of another library has no names: an equal number counts as the same classes.
+    for label, (name, wanted) in enumerate(zip(names or classes, classes, strict=True)):
+        if name != wanted:
+            raise ConfigError(
+                f"{TEACHER}: got {url}, whose class {label} is {name}, expected {wanted}, as in the data"
+                f"{nearest(wanted, names or ())}"
+            )
