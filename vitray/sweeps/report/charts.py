@@ -1,26 +1,55 @@
-"""Charts that compare groups: scores by seed, differences, maps of depth by branches, and costs.
+"""The charts of a sweep: groups, differences, depth by branches, learning rates, curves and costs.
 
-Only finished trials count. A diamond is a group's mean over its seeds, a bar one standard deviation.
+Except for learning curves, only finished trials count. A diamond or another marker is a group's mean over its seeds, a
+ring a seed, a bar one standard deviation.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from matplotlib.transforms import Bbox
 
 from vitray.pages.plotting import Theme, one_line
-from vitray.sweeps.report.drawing import Drawing, Label, column_axis, draw_seeds, label_points, listed, plain_ticks
-from vitray.sweeps.report.groups import Group, Pair, Results, pairs_of, pareto_front
-from vitray.sweeps.report.trials import Cost
+from vitray.sweeps.report.drawing import (
+    Drawing,
+    Label,
+    column_axis,
+    draw_seeds,
+    label_ends,
+    label_points,
+    listed,
+    plain_ticks,
+)
+from vitray.sweeps.report.results import (
+    LR,
+    Cost,
+    Group,
+    Pair,
+    Results,
+    TrialResult,
+    canonical,
+    label_of,
+    pairs_of,
+    pareto_front,
+    varied_settings,
+)
 
 MOST_ROWS = 24
 # Ratio of the largest to the smallest cost above which the axis is logarithmic.
 WIDE = 8
 # Costs within this ratio count as equal.
 ALIKE = 1.05
+MOST_COLORS = 6
+MARKERS = ("o", "s", "^", "D", "v", "P")
+# A curve of more than MANY points is drawn as its running mean over 1 / PART of them.
+MANY, PART = 60, 25
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
@@ -165,6 +194,206 @@ def contrast(one: Sequence[float], other: Sequence[float]) -> float:
     return (bright + 0.05) / (dark + 0.05)
 
 
+class Line(NamedTuple):
+    """Groups by their place on the x axis."""
+
+    label: str
+    points: list[tuple[float, Group]]
+
+
+# ---- depth and branches ----------------------------------------------------------------------------------------------
+
+
+def draw_blocks(results: Results) -> list[Drawing]:
+    """Draw sequential and parallel networks of each family over their blocks, as Three things does in Fig. 3."""
+    drawings = []
+    for family, cells in results.families.items():
+        lines: dict[int, list[tuple[float, Group]]] = defaultdict(list)
+        for (depth, branches), group in cells.items():
+            lines[branches].append((depth * branches, group))
+        if len(lines) < 2 or len({blocks for points in lines.values() for blocks, _ in points}) < 2:
+            continue
+        named = [
+            Line("sequential" if branches == 1 else f"{branches} branches", lines[branches])
+            for branches in sorted(lines)
+        ]
+        caption = "Blocks are depth times branches; points above each other cost the same." + results.families_note
+        title = f"{family}: {results.measure.title}"
+        drawings.append(_draw_lines(results, f"blocks_{len(drawings)}", title, "blocks in all", caption, named))
+    return drawings
+
+
+def draw_branches(results: Results) -> Drawing | None:
+    """Draw networks of equal size over their branches, as Three things does in Fig. 1."""
+    lines: dict[tuple[str, int], list[tuple[float, Group]]] = defaultdict(list)
+    for family, cells in results.families.items():
+        for (depth, branches), group in cells.items():
+            lines[family, depth * branches].append((branches, group))
+    alone = len(results.families) == 1
+    named = [
+        Line(f"{blocks} blocks" if alone else f"{family.removeprefix('ViT-')}, {blocks} blocks", lines[family, blocks])
+        for family, blocks in sorted(lines)
+        if len(lines[family, blocks]) > 1
+    ]
+    if not named:
+        return None
+    caption = "A line is one size: the same blocks in sequence or in parallel." + results.families_note
+    return _draw_lines(results, "branches", results.measure.title, "parallel branches", caption, named)
+
+
+# ---- learning rates --------------------------------------------------------------------------------------------------
+
+
+def draw_rates(results: Results) -> Drawing | None:
+    """Draw the goal over the learning rate, a line for each combination of the other settings."""
+    lines: dict[str, Line] = {}
+    others = {path: values for path, values in varied_settings(results.sweep.trials).items() if path != LR}
+    for group in results.scored:  # so the lines come in the order of their best groups
+        if _is_rate(group.settings.get(LR)):
+            rest = {path: value for path, value in group.settings.items() if path != LR}
+            line = lines.setdefault(canonical(rest), Line(label_of(rest, others) if others else "", []))
+            line.points.append((group.settings[LR], group))
+    named = [line for line in lines.values() if len(line.points) > 1]
+    if not named:
+        return None
+    failed: list[Any] = [trial.settings.get(LR) for trial in results.sweep.trials if trial.state == "failed"]
+    rates = sorted({rate for rate in failed if _is_rate(rate)})
+    caption = " ".join(_edge_note(line, results) for line in named[:MOST_COLORS])
+    caption += " A cross at the bottom marks the rate of a failed trial." if rates else ""
+    return _draw_lines(results, "lr", results.measure.title, "learning rate", caption, named, rates)
+
+
+def _edge_note(line: Line, results: Results) -> str:
+    """A sentence if the best rate is the lowest or the highest one."""
+    rates = sorted(rate for rate, _ in line.points)
+    best, _ = min(line.points, key=lambda point: results.measure.rank(point[1].mean))
+    if best not in (rates[0], rates[-1]):
+        return ""
+    extreme, further = ("highest", "higher") if best == rates[-1] else ("lowest", "lower")
+    name = f"of {line.label} " if line.label else ""
+    return f"The best rate {name}is {best:g}, the {extreme} that finished: a {further} one may be better."
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+
+
+def _draw_lines(
+    results: Results,
+    name: str,
+    title: str,
+    x_label: str,
+    caption: str,
+    lines: Sequence[Line],
+    failed: Sequence[float] = (),
+) -> Drawing:
+    """Draw lines of scores over one setting; `failed` are the places where a trial failed."""
+    measure, log = results.measure, name == "lr"
+    lines = [Line(label, sorted(points, key=lambda point: point[0])) for label, points in lines]
+    places = sorted({x for line in lines for x, _ in line.points} | set(failed))
+
+    def draw(theme: Theme) -> Figure:
+        figure, axis = column_axis(theme, 3.0, title, x_label)
+        if log:
+            axis.set_xscale("log")
+        labels = []
+        for place, line in reversed(list(enumerate(lines))):  # the first line on top
+            color = theme.series[place] if place < MOST_COLORS else theme.rest
+            means = [measure.scaled(group.mean) for _, group in line.points]
+            marker = MARKERS[place % len(MARKERS)]
+            axis.plot([x for x, _ in line.points], means, color=color, marker=marker, ms=5, linewidth=1.5)
+            for x, group in line.points:
+                draw_seeds(axis, group, measure, x, color, upright=True)
+            if line.label and place < MOST_COLORS:
+                labels.append(Label(line.points[-1][0], means[-1], line.label, color))
+        axis.margins(x=0.06, y=0.1)
+        if failed:
+            bottom, heights = axis.get_xaxis_transform(), [0.04] * len(failed)
+            axis.plot(failed, heights, "x", color=theme.bad, transform=bottom, markersize=6, mew=1.6)
+        if len(places) > 7:  # too many ticks to read
+            axis.xaxis.set_major_locator(LogLocator() if log else MaxNLocator(6))
+        else:
+            axis.set_xticks(places)
+        plain_ticks(axis.xaxis)
+        label_ends(figure, axis, labels, theme)
+        return figure
+
+    scores = [f"{line.label} {x:g}: {results.score_text(group)}".strip() for line in lines for x, group in line.points]
+    several = any(len(group.scores) > 1 for line in lines for _, group in line.points)
+    caption += " Rings are seeds, bars one standard deviation." if several else " One seed each."
+    if len(lines) > MOST_COLORS:
+        caption += f" {MOST_COLORS} of {len(lines)} lines have labels, the others are gray."
+    return Drawing(name, f"{title} over {x_label}: {listed(scores)}", " ".join(caption.split()), draw)
+
+
+# ---- learning curves -------------------------------------------------------------------------------------------------
+
+
+def draw_curves(results: Results, key: str) -> Drawing | None:
+    """Draw a metric over the steps, a line for each trial in the color of its group."""
+    groups: list[tuple[str, list[tuple[TrialResult, list[tuple[int, float]]]]]] = []
+    for group in results.groups:
+        finite = [
+            (trial, sorted(point for point in trial.curves.get(key, []) if math.isfinite(point[1])))
+            for trial in group.trials
+        ]
+        if curves := [(trial, points) for trial, points in finite if len(points) > 1]:
+            groups.append((group.label, curves))
+    if not groups:
+        return None
+    is_goal = key == results.sweep.goal
+    scaled = results.measure.scaled if is_goal else float
+    log = key.endswith("loss") and all(value > 0 for _, curves in groups for _, points in curves for _, value in points)
+
+    def draw(theme: Theme) -> Figure:
+        title = (results.measure.title if is_goal else key) + ", logarithmic" * log
+        figure, axis = column_axis(theme, 3.0, title, "step")
+        labels = []
+        for place, (label, curves) in reversed(list(enumerate(groups))):  # the best on top
+            color = theme.series[place] if place < MOST_COLORS else theme.rest
+            ends = []
+            for trial, points in curves:
+                steps, values = smooth(points)
+                style = ":" if trial.state in ("failed", "stopped early") else "-"
+                axis.plot(steps, [scaled(value) for value in values], style, color=color, linewidth=1.2)
+                ends.append((steps[-1], scaled(values[-1])))
+            if place < MOST_COLORS and len(groups) > 1:
+                x, y = max(ends)
+                labels.append(Label(x, y, label, color))
+        axis.margins(x=0.02)
+        if log:  # which shows late differences
+            axis.set_yscale("log")
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            plain_ticks(axis.yaxis)
+        axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        label_ends(figure, axis, labels, theme)
+        return figure
+
+    shown = [curve for _, curves in groups for curve in curves]
+    caption = "A line is a trial, a color a group."
+    if any(trial.state in ("failed", "stopped early") for trial, _ in shown):
+        caption += " Dotted: failed or stopped early."
+    if len(groups) > MOST_COLORS:
+        caption += f" The best {MOST_COLORS} groups have labels."
+    if any(len(points) > MANY for _, points in shown):
+        caption += f" Smoothed by a running mean over {100 // PART} % of the points."
+    return Drawing(f"curve_{'goal' if is_goal else 'loss'}", f"{key} of {len(shown)} trials by step", caption, draw)
+
+
+def smooth(points: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:
+    """Return steps and values; of many points, their running mean."""
+    steps, values = np.array(points, dtype=float).T
+    if len(values) > MANY:
+        window = len(values) // PART
+        values = np.convolve(values, np.full(window, 1 / window), "valid")
+        steps = steps[window // 2 :][: len(values)]
+    return steps.tolist(), values.tolist()
+
+
 # ---- costs -----------------------------------------------------------------------------------------------------------
 
 
@@ -187,8 +416,8 @@ def draw_cost(results: Results, cost: Cost) -> Drawing | None:
         else:
             axis.xaxis.set_major_locator(MaxNLocator(5))
         plain_ticks(axis.xaxis)
-        edge = ([x[place] for place in front], [y[place] for place in front])
-        axis.plot(*edge, color=theme.series[0], drawstyle="steps-post", linewidth=1.4, alpha=0.6)
+        edge_x, edge_y = [x[place] for place in front], [y[place] for place in front]
+        axis.plot(edge_x, edge_y, color=theme.series[0], drawstyle="steps-post", linewidth=1.4, alpha=0.6)
         labels = []
         for place, group in enumerate(groups):
             color = theme.series[0] if place in front else theme.pale
@@ -198,16 +427,12 @@ def draw_cost(results: Results, cost: Cost) -> Drawing | None:
             axis.plot([x[place]], [y[place]], "o", color=color, markersize=5)
             labels.append(Label(x[place], y[place], group.label, color, place in front))
         axis.margins(x=0.12, y=0.15)
-        label_points(figure, axis, labels, theme, _steps(*edge), measure.mode == "max")
+        # The segments of the front's line: across at each height, then up.
+        across = [Bbox([[left, at], [right, at]]) for left, right, at in zip(edge_x, edge_x[1:], edge_y, strict=False)]
+        up = [Bbox([[at, low], [at, high]]) for at, low, high in zip(edge_x[1:], edge_y, edge_y[1:], strict=False)]
+        label_points(figure, axis, labels, theme, [*across, *up], measure.mode == "max")
         return figure
 
     points = [f"{groups[place].label}, {measure.digits(groups[place].mean)} at {x[place]:.3g}" for place in front]
     caption = f"On the line: {listed(points, 4)} {cost.unit}."
     return Drawing(f"cost_{cost.field}", f"{measure.title} over {cost.unit}. {caption}", caption, draw)
-
-
-def _steps(x: Sequence[float], y: Sequence[float]) -> list[Bbox]:
-    """The segments of the front's line: across at each height, then up."""
-    across = [Bbox([[x[place], y[place]], [x[place + 1], y[place]]]) for place in range(len(x) - 1)]
-    up = [Bbox([[x[place + 1], y[place]], [x[place + 1], y[place + 1]]]) for place in range(len(x) - 1)]
-    return [*across, *up]
