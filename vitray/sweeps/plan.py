@@ -214,15 +214,8 @@ def _with_absolute_urls(base: Run) -> Run:
     """Return the run with absolute addresses: a trial's process has a working folder of its own."""
     from vitray.weights.addresses import pin_uri
 
-    changes: dict[str, Any] = {}
-    if base.data.url is not None:
-        changes["data.url"] = storage.absolute(base.data.url)
-    if base.task.kind == "finetune":
-        changes["task.weights"] = pin_uri(base.task.weights)
-    if base.distill is not None:
-        changes["task.distill.teacher"] = pin_uri(base.distill.teacher)
-    if base.task.kind == "masked" and base.task.objective.kind == "beit":
-        changes["task.objective.tokenizer"] = pin_uri(base.task.objective.tokenizer)
+    values = base.dotted()
+    changes = {path: pin_uri(values[path]) for path in ADDRESSES if values.get(path) is not None}
     return base.replace(changes) if changes else base
 
 

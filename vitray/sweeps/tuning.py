@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ray import tune
 from ray.tune.experiment import Trial
@@ -56,7 +56,7 @@ def run_trials(plan: SweepPlan, store: TrialStore, parent_uid: str, ownership: O
         searcher = TrialSearcher(plan, store, lambda: trials_that_fit(plan.base, resources, plan.trials))
     with (
         _tune_folder(store.sweep_dir, is_shared=is_population) as (files, folder),
-        interruptible(store.sweep_dir) as interruption,
+        Interruption(store.sweep_dir, ownership) as interruption,
     ):
         tuner = tune.Tuner(
             trainable,
@@ -76,7 +76,7 @@ def run_trials(plan: SweepPlan, store: TrialStore, parent_uid: str, ownership: O
                 storage_filesystem=files,
                 storage_path=folder,
                 verbose=0,
-                stop=InterruptionStopper(interruption, ownership),
+                stop=interruption,
                 callbacks=[TrialListener(store)],
                 # Runs write their own checkpoints. Those of a population are copies, all of which stay: Tune would
                 # remove one that a trial is about to continue from.
@@ -162,80 +162,60 @@ class TrialListener(tune.Callback):
 # ---- interruption ----------------------------------------------------------------------------------------------------
 
 
-class Interruption:
-    """The signal that interrupted a sweep, and the marker file that the trials read."""
+class Interruption(tune.Stopper):
+    """Lets the first Ctrl-C or SIGTERM end the trials resumably; a second one ends the driver at once.
 
-    def __init__(self, sweep_dir: str) -> None:
+    A marker file tells the trials. The sweep also stops if another process has taken over its folder.
+    """
+
+    def __init__(self, sweep_dir: str, ownership: Ownership) -> None:
         self.signal: int | None = None
-        self.signaled = float("-inf")
         self.marker = storage.join(sweep_dir, INTERRUPTED)
-        self._is_marked = False
+        self._ownership = ownership
+        self._signaled, self._is_marked = float("-inf"), False
+        self._handlers: dict[int, Any] = {}
 
     @property
     def error(self) -> BaseException:
         """The exception that the interrupted sweep ends with."""
         return KeyboardInterrupt() if self.signal == signal.SIGINT else SystemExit(128 + (self.signal or 0))
 
-    def mark(self) -> None:
-        """Write the marker, once."""
-        if not self._is_marked:
-            storage.write_bytes(self.marker, b"the sweep was interrupted\n")
-        self._is_marked = True
+    def __enter__(self) -> Self:
+        storage.remove(self.marker)
+        os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
+        self._handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
 
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._restore_handlers()
+        if kind is None or not issubclass(kind, OwnershipLost):  # then the marker may be the new owner's
+            storage.remove(self.marker)
 
-@contextmanager
-def interruptible(sweep_dir: str) -> Iterator[Interruption]:
-    """Let the first Ctrl-C or SIGTERM end the trials resumably; a second one ends the driver at once.
-
-    After an OwnershipLost the marker stays: it may be the new owner's.
-    """
-    interruption = Interruption(sweep_dir)
-    storage.remove(interruption.marker)
-
-    def on_signal(number: int, _frame: Any) -> None:
+    def _on_signal(self, number: int, _frame: Any) -> None:
         now = time.monotonic()
-        if now - interruption.signaled < REPEAT_SECONDS:
+        if now - self._signaled < REPEAT_SECONDS:
             return
-        if interruption.signal is not None:
-            restore()
-            raise interruption.error
-        interruption.signal, interruption.signaled = number, now
+        if self.signal is not None:
+            self._restore_handlers()
+            raise self.error
+        self.signal, self._signaled = number, now
 
-    def restore() -> None:
-        for number, handler in handlers.items():
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
-
-    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
-    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    is_lost = False
-    try:
-        yield interruption
-    except OwnershipLost:
-        is_lost = True
-        raise
-    finally:
-        restore()
-        if not is_lost:
-            storage.remove(interruption.marker)
-
-
-class InterruptionStopper(tune.Stopper):
-    """Stops an interrupted sweep, and one whose folder another process has taken over."""
-
-    def __init__(self, interruption: Interruption, ownership: Ownership) -> None:
-        self._interruption, self._ownership = interruption, ownership
 
     def __call__(self, _trial_id: str, _result: dict[str, Any]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return False
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "InterruptionStopper":
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
     def stop_all(self) -> bool:
-        """Whether the sweep stops now."""
-        if self._interruption.signal:
-            self._interruption.mark()
-        return self._interruption.signal is not None or self._ownership.is_lost
+        """Whether the sweep stops now; of an interrupted one, write the marker."""
+        if self.signal and not self._is_marked:
+            storage.write_bytes(self.marker, b"the sweep was interrupted\n")
+            self._is_marked = True
+        return self.signal is not None or self._ownership.is_lost
