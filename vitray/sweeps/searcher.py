@@ -43,7 +43,10 @@ class TrialSearcher(Searcher):
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the name and the settings of the next trial, FINISHED, or None while no further trial fits."""
-        if not self._has_place():
+        if time.monotonic() - self._counted >= NODES_INTERVAL:
+            self._places, self._counted = self._count_places(), time.monotonic()
+        # The first one always waits for its nodes in its own process.
+        if len(self._live) >= max(1, self._places):
             return None
         if (name := self._next()) is None:
             return Searcher.FINISHED
@@ -57,12 +60,6 @@ class TrialSearcher(Searcher):
 
     def save(self, checkpoint_path: str) -> None:
         """Do nothing: the trials are on disk."""
-
-    def _has_place(self) -> bool:
-        """Whether a further trial fits the cluster; the first one always waits for its nodes in its own process."""
-        if time.monotonic() - self._counted >= NODES_INTERVAL:
-            self._places, self._counted = self._count_places(), time.monotonic()
-        return len(self._live) < max(1, self._places)
 
     def _next(self) -> str | None:
         """Return the name of the next trial; None where no further one starts."""

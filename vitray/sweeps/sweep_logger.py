@@ -108,13 +108,9 @@ class SweepLogger:
         if error[0] is not None and not isinstance(error[1], OwnershipLost):
             self._console.line(f"  stopped; the same command resumes it: {self.command}")
         if isinstance(error[1], KeyboardInterrupt | SystemExit):
-            self._kill_children(
-                {
-                    name: "its sweep was interrupted"
-                    for name, record in self.store.records().items()
-                    if record.state == "running"
-                }
-            )
+            for name, record in self.store.records().items():
+                if record.state == "running":
+                    self._kill(name, "its sweep was interrupted")
         self._tracker.__exit__(*error)
 
     def finish(self) -> SweepOutcome:
@@ -122,13 +118,10 @@ class SweepLogger:
         self._stopped.set()
         self._thread.join()
         trials, goal = self.report(), self.plan.space.goal
-        self._kill_children(  # those whose own process could not
-            {
-                trial.name: trial.reason or "stopped early, by the scheduler of its sweep"
-                for trial in trials
-                if trial.state in ("stopped early", "failed") and self.store.outcome(trial.name).mlflow_run is None
-            }
-        )
+        for trial in trials:
+            if trial.state in ("stopped early", "failed") and self.store.outcome(trial.name).mlflow_run is None:
+                # Its own process could not.
+                self._kill(trial.name, trial.reason or "stopped early, by the scheduler of its sweep")
         best = leader([trial for trial in trials if trial.state != "failed"], Measure(goal.metric, goal.mode))
         if best:
             from vitray.runs.registered_figures import log_registered_figures  # Matplotlib takes a second to import
@@ -264,15 +257,11 @@ class SweepLogger:
             lines.append(f"\nand {len(ranked) - MOST_DESCRIBED} more: report/results.csv")
         return "\n".join(lines)
 
-    def _kill_children(self, reasons: Mapping[str, str]) -> None:
-        """Mark trials as killed in MLflow if they still run there, with {name: reason}.
-
-        A resumed sweep continues the same MLflow runs.
-        """
-        for name, reason in reasons.items():
-            path = storage.join(self.store.run_dir(name), RUN_META)
-            if storage.exists(path):
-                self._tracker.kill(json.loads(storage.read_bytes(path))["uid"], reason)
+    def _kill(self, name: str, reason: str) -> None:
+        """Mark a trial as killed in MLflow if it still runs there. A resumed sweep continues the same MLflow run."""
+        path = storage.join(self.store.run_dir(name), RUN_META)
+        if storage.exists(path):
+            self._tracker.kill(storage.read_json(path)["uid"], reason)
 
 
 def _row(*cells: str) -> str:

@@ -139,6 +139,8 @@ def render(results: Results, pictures: Mapping[str, Sequence[Picture]], table_cs
         "hours": hours_text(spent) if spent else None,
         "table_csv": table_csv,
     }
+    facts = {"recipe": sweep.recipe, "started": sweep.began, **sweep.circumstances}
+    origin = {"command": sweep.command, "facts": facts, "space": sweep.space_text}
     sections = [
         PageSection("groups", "Results over seeds", _groups(results, pictures.get("groups", ()))),
         PageSection("differences", "Differences", _differences(results, pictures.get("differences", ()))),
@@ -149,7 +151,7 @@ def render(results: Results, pictures: Mapping[str, Sequence[Picture]], table_cs
         PageSection("cost", "Cost", pictures.get("cost")),
         PageSection("trials", "All trials", _trials(results)),
         PageSection("unfinished", "Failed and stopped trials", _unfinished(results)),
-        PageSection("origin", "How to reproduce", _origin(results)),
+        PageSection("origin", "How to reproduce", origin),
     ]
     return render_page("sweep.html", values, sections)
 
@@ -308,9 +310,3 @@ def _unfinished(results: Results) -> list[tuple[TrialResult, str, bool]]:
         lines = [line for line in (trial.reason or "no reason was recorded").splitlines() if line.strip()]
         entries.append((trial, lines[-1] if lines else "", len(lines) > 1))
     return entries
-
-
-def _origin(results: Results) -> Mapping[str, Any]:
-    sweep = results.sweep
-    facts = {"recipe": sweep.recipe, "started": sweep.began, **sweep.circumstances}
-    return {"command": sweep.command, "facts": facts, "space": sweep.space_text}
