@@ -30,7 +30,6 @@ from vitray.sweeps.capacity import Node
 from vitray.sweeps.plan import plan_sweep
 from vitray.sweeps.sampler import SAMPLERS, ask
 from vitray.sweeps.schedulers import BUILDERS, build_scheduler, progress
-from vitray.sweeps.searcher import TrialSearcher
 from vitray.sweeps.space import Space, SweepPoint, check_space, extend_space, read_space
 from vitray.sweeps.sweep_logger import SweepConsole, SweepLogger
 from vitray.sweeps.trial import INTERRUPTED, TrialContext, TrialTrainable
@@ -42,7 +41,7 @@ from vitray.sweeps.trial_store import (
     read_record,
     write_record,
 )
-from vitray.sweeps.tuning import Interruption, TrialListener, trial_environment
+from vitray.sweeps.tuning import Interruption, TrialListener, TrialSearcher, trial_environment
 from vitray.system import storage
 from vitray.system.lease import FOLDER, own_folder
 
@@ -252,7 +251,7 @@ def test_as_many_trials_start_as_fit_the_cluster_now(tmp_path, base, monkeypatch
     """Nodes come and go between two trials: new ones are used, and no trial starts in the place of a lost one."""
     places = [1]
     searcher = open_sweep(tmp_path, base, GRID, places=lambda: places[0])[2]
-    monkeypatch.setattr("vitray.sweeps.searcher.NODES_INTERVAL", 0.0)
+    monkeypatch.setattr("vitray.sweeps.tuning.NODES_INTERVAL", 0.0)
     assert searcher.suggest("a")["name"] == "lr=1e-3"
     assert searcher.suggest("b") is None
     places[0] = 3

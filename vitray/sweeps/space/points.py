@@ -30,7 +30,7 @@ from vitray.config.sweep import (
 )
 from vitray.config.validation import sections_in
 from vitray.errors import ConfigError, nearest
-from vitray.sweeps.expressions import evaluate, names_in
+from vitray.sweeps.space.expressions import evaluate, names_in
 
 STAGES_DIR = "before"  # the folder of the stages in a sweep's folder
 LONGEST_NAME = 180  # bytes; storage allows 200, and a population adds ` continuation=12`
