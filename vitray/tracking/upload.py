@@ -88,13 +88,12 @@ class Uploader:
         """Return the next record, or as many metric records as MLflow accepts per call."""
         room, batch = MAX_METRICS, []
         for record in self.spool.records(self._sent):
-            is_metrics = record.body.get("kind") == "metrics"
-            room -= len(record.body["values"]) if is_metrics else 0
-            if batch and (not is_metrics or room < 0):
-                break
+            if record.body.get("kind") != "metrics":
+                return batch or [record]
+            room -= len(record.body["values"])
+            if batch and room < 0:
+                return batch
             batch.append(record)
-            if not is_metrics:
-                break
         return batch
 
     def _deliver(self, run_id: str, batch: list[SpoolRecord]) -> None:
