@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from scipy import stats
 
-from vitray.sweeps.report.groups import CONFIDENCE, Interval, interval_of
+from vitray.sweeps.report.results import CONFIDENCE, Interval, interval_of
 
 NOT_MEASURED = "not measured"
 Scores = Mapping[str, Mapping[int, float]]

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from vitray.pages.plotting import LIGHT, new_figure, style_axis, to_png
 from vitray.sweeps.report.drawing import Label, label_ends
-from vitray.sweeps.report.groups import interval_of
+from vitray.sweeps.report.results import interval_of
 
 IMAGES = DOCS / "images"
 

@@ -34,7 +34,7 @@ from cifar10_texts import (
 import tune_spaces
 from pipelines import recipes
 from vitray.config import load_run
-from vitray.sweeps.report.groups import Interval, interval_of
+from vitray.sweeps.report.results import Interval, interval_of
 from vitray.sweeps.space import check_space, read_space, resolve_stages
 
 HERE = Path(__file__).parent

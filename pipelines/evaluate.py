@@ -11,7 +11,7 @@ from vitray.system import storage
 def main(args: list[str]) -> dict[str, Any]:
     options = read_options(args)
     if options.training_probes:  # imported late, as all below, because torch takes a second
-        from vitray.runs.training_probes import probe_checkpoints
+        from vitray.runs.model_output import probe_checkpoints
 
         return {"checkpoints": probe_checkpoints(options.words, options.probes)}
     models = [word for word in options.words if "=" not in word] if options.vtab else options.words[:-1]

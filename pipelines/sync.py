@@ -24,7 +24,7 @@ def main(args: list[str]) -> dict[str, Any]:
     options = parser.parse_args(args)
 
     # Imported late, because MLflow takes seconds.
-    from vitray.tracking.flush import flush_all
+    from vitray.tracking.upload import flush_all
 
     if options.to is not None and urlsplit(options.to).scheme.partition("+")[0] not in STORES:
         raise ConfigError(f"--to: got {redact_uri(options.to)}, expected an MLflow address, as in http://tracker:5000")

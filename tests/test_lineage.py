@@ -20,7 +20,7 @@ from vitray.system.mlflow_client import open_client, tracking_uri
 from vitray.tracking.lineage import ModelScores, TrackedDataset
 from vitray.tracking.spool import RECORDS, Spool
 from vitray.tracking.tracker import TrackedRun, Tracker
-from vitray.tracking.uploader import Uploader
+from vitray.tracking.upload import Uploader
 from vitray.weights import load_model, save_model
 from vitray.weights.addresses import FOLDER_TAG, resolve_uri
 

@@ -18,7 +18,7 @@ from vitray.config import Run
 from vitray.errors import ConfigError, OwnershipLost
 from vitray.runs.run_dir import RUN_META, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
-from vitray.sweeps.tuning import InterruptionStopper
+from vitray.sweeps.tuning import Interruption
 from vitray.system import lease, storage
 from vitray.system.lease import FOLDER, Watch, check_owner, check_visible, own_folder
 from vitray.training.checkpoints import Checkpoint, Saver, complete_steps
@@ -316,9 +316,8 @@ def test_a_run_and_a_sweep_stop_when_their_folder_is_lost(tmp_path):
         GracefulShutdown(check=check).wait_for(ended.wait, None)
     ended.set()
     # The marker of an interruption would stop the other process's trials.
-    interruption = SimpleNamespace(signal=None)
-    assert InterruptionStopper(interruption, SimpleNamespace(is_lost=True)).stop_all()
-    assert not InterruptionStopper(interruption, SimpleNamespace(is_lost=False)).stop_all()
+    assert Interruption("", SimpleNamespace(is_lost=True)).stop_all()
+    assert not Interruption("", SimpleNamespace(is_lost=False)).stop_all()
 
 
 def test_a_folder_that_another_process_has_taken_over_and_left_is_lost(tmp_path):

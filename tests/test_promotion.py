@@ -32,8 +32,8 @@ from vitray.sweeps.plan import plan_stages
 from vitray.sweeps.space import read_space
 from vitray.system.mlflow_client import open_client, tracking_uri
 from vitray.tracking import model_registry
-from vitray.tracking.flush import flush_all
 from vitray.tracking.model_registry import PROMOTION_TAG, UID_TAG, holder_of, move_alias
+from vitray.tracking.upload import flush_all
 from vitray.weights import load_model, save_model
 
 SETTINGS = ["model.num_classes=10", "model.image_size=32", "model.name=vit_u2x1_8"]

@@ -33,13 +33,21 @@ from vitray.config.parsing import parse_overrides
 from vitray.pages.files import csv_text
 from vitray.pages.plotting import DARK, LIGHT, to_png
 from vitray.pages.rendering import ENVIRONMENT, Column, Table
-from vitray.sweeps.report import SweepResult, TrialResult, comparisons, is_imagenet, paper_result, write_report
+from vitray.sweeps.report import SweepResult, TrialResult, charts, is_imagenet, paper_result, write_report
+from vitray.sweeps.report.charts import smooth
 from vitray.sweeps.report.drawing import Label, column_axis, label_points, spread_out
-from vitray.sweeps.report.groups import grouped, interval_of, pairs_of, pareto_front, results_of
+from vitray.sweeps.report.page import drawings_of, table_of
 from vitray.sweeps.report.papers import PAPER, TITLE
-from vitray.sweeps.report.trends import smooth
-from vitray.sweeps.report.trials import COSTS, Measure, leader
-from vitray.sweeps.report.writing import drawings_of, table_of
+from vitray.sweeps.report.results import (
+    COSTS,
+    Measure,
+    grouped,
+    interval_of,
+    leader,
+    pairs_of,
+    pareto_front,
+    results_of,
+)
 
 HOSTILE = "<script>alert(1)</script> $x_{ \"quoted\" & 'single' 猫\n" + "x" * 200
 
@@ -600,7 +608,7 @@ def test_nothing_is_cut_off(make, section, place):
 
 def test_the_front_passes_through_its_labeled_points():
     results = results_of(example())
-    drawing = comparisons.draw_cost(results, COSTS[0])
+    drawing = charts.draw_cost(results, COSTS[0])
     assert drawing is not None
     figure = drawing.draw(LIGHT)
     line = figure.axes[0].lines[0]
@@ -640,7 +648,7 @@ def test_costs_that_differ_only_by_chance_are_not_drawn():
 
 
 def test_a_map_shows_means_spreads_and_counts():
-    [drawing] = comparisons.draw_maps(results_of(example()))
+    [drawing] = charts.draw_maps(results_of(example()))
     texts = {text.get_text() for text in drawing.draw(LIGHT).findobj(Text)}
     assert {"85.95", "± 0.21, n = 2", "24 blocks", "ViT-U/8: val/top1, %", "depth", "parallel branches"} <= texts
 
@@ -718,8 +726,8 @@ def test_colors_are_distinct_and_readable(theme):
         ]
         assert min(distances) > 20
     for color in (*theme.series, theme.ink, theme.pale, theme.bad):
-        assert comparisons.contrast(to_rgb(color), to_rgb(theme.paper)) >= 4.5
-    assert comparisons.contrast(to_rgb(theme.pale), to_rgb(theme.raised)) >= 4.5
+        assert charts.contrast(to_rgb(color), to_rgb(theme.paper)) >= 4.5
+    assert charts.contrast(to_rgb(theme.pale), to_rgb(theme.raised)) >= 4.5
 
 
 # ---- a browser -------------------------------------------------------------------------------------------------------

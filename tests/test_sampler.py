@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vitray.errors import ConfigError
 from vitray.sweeps import sampler
-from vitray.sweeps.report.groups import pareto_front
+from vitray.sweeps.report.results import pareto_front
 from vitray.sweeps.sampler import _optuna_trial, ask
 from vitray.sweeps.space import draw_point, name_of, random_points, read_space
 from vitray.sweeps.trial_store import Trial, TrialEntry, TrialRecord

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import signal
 import threading
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -26,13 +27,11 @@ from vitray.models.sizes import sizes_of
 from vitray.runs.run_dir import RUN_META, SETTINGS
 from vitray.sweeps import sweep
 from vitray.sweeps.capacity import Node
-from vitray.sweeps.console import SweepConsole
 from vitray.sweeps.plan import plan_sweep
 from vitray.sweeps.sampler import SAMPLERS, ask
 from vitray.sweeps.schedulers import BUILDERS, build_scheduler, progress
-from vitray.sweeps.searcher import TrialSearcher
 from vitray.sweeps.space import Space, SweepPoint, check_space, extend_space, read_space
-from vitray.sweeps.sweep_logger import SweepLogger
+from vitray.sweeps.sweep_logger import SweepConsole, SweepLogger
 from vitray.sweeps.trial import INTERRUPTED, TrialContext, TrialTrainable
 from vitray.sweeps.trial_store import (
     TrialEntry,
@@ -42,7 +41,7 @@ from vitray.sweeps.trial_store import (
     read_record,
     write_record,
 )
-from vitray.sweeps.tuning import TrialListener, interruptible, trial_environment
+from vitray.sweeps.tuning import Interruption, TrialListener, TrialSearcher, trial_environment
 from vitray.system import storage
 from vitray.system.lease import FOLDER, own_folder
 
@@ -252,7 +251,7 @@ def test_as_many_trials_start_as_fit_the_cluster_now(tmp_path, base, monkeypatch
     """Nodes come and go between two trials: new ones are used, and no trial starts in the place of a lost one."""
     places = [1]
     searcher = open_sweep(tmp_path, base, GRID, places=lambda: places[0])[2]
-    monkeypatch.setattr("vitray.sweeps.searcher.NODES_INTERVAL", 0.0)
+    monkeypatch.setattr("vitray.sweeps.tuning.NODES_INTERVAL", 0.0)
     assert searcher.suggest("a")["name"] == "lr=1e-3"
     assert searcher.suggest("b") is None
     places[0] = 3
@@ -456,8 +455,10 @@ def test_a_lost_sweep_replaces_no_points_and_leaves_the_marker_of_an_interruptio
             with pytest.raises(OwnershipLost, match="taken over by process"):
                 store.finish_points()
             assert "lr=0.5" not in read_entries(home)
-            with contextlib.suppress(OwnershipLost), interruptible(home) as interruption:
-                interruption.mark()
+            ownership = SimpleNamespace(is_lost=True)
+            with contextlib.suppress(OwnershipLost), Interruption(home, ownership) as interruption:
+                interruption.signal = signal.SIGTERM
+                assert interruption.stop_all()
                 raise OwnershipLost("lost")
             assert storage.exists(f"{home}/{INTERRUPTED}")
 
@@ -608,7 +609,7 @@ def test_a_terminal_gets_a_table_that_is_rewritten():
 
 def test_the_remaining_time_counts_down_between_ends_of_trials(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("vitray.sweeps.console.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("vitray.sweeps.sweep_logger.time", SimpleNamespace(monotonic=lambda: now[0]))
     stream = io.StringIO()
     console = SweepConsole(3, Goal(), {}, stream)
     for now[0], end in ((100.0, "0:03:20 left\n"), (150.0, "0:02:30 left\n"), (1000.0, "0:00:00 left\n")):

@@ -25,7 +25,6 @@ from vitray.data.augment.decode import decode_image
 from vitray.data.augment.mixing import normalized, one_hot
 from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError
-from vitray.sweeps.expressions import evaluate, names_in
 from vitray.sweeps.plan import Recipe, plan_stages, with_absolute_addresses
 from vitray.sweeps.space import (
     Space,
@@ -43,6 +42,7 @@ from vitray.sweeps.space import (
     split_overrides,
     stage_space,
 )
+from vitray.sweeps.space.expressions import evaluate, names_in
 from vitray.system import storage
 from vitray.tasks.build import build_task
 from vitray.training.optim import build_optimizer, clip_gradients, set_learning_rate

@@ -28,12 +28,11 @@ from pipelines import sync, ui
 from vitray.errors import ConfigError, RunError, one_line, redact, redact_uri
 from vitray.system import host_facts, mlflow_client, processes, storage
 from vitray.system.mlflow_client import open_client, tracking_uri
-from vitray.tracking import model_registry, tracker, ui_server
-from vitray.tracking.flush import close_dead_runs, flush_all
+from vitray.tracking import model_registry, tracker, ui_server, upload
 from vitray.tracking.model_registry import PROMOTION_TAG
 from vitray.tracking.spool import Spool, now, spool_dir
 from vitray.tracking.tracker import TrackedRun, Tracker
-from vitray.tracking.uploader import Uploader
+from vitray.tracking.upload import Uploader, close_dead_runs, flush_all
 from vitray.weights.addresses import FOLDER_TAG
 
 EXPERIMENT = "vitray"
@@ -183,13 +182,14 @@ def test_a_record_that_a_full_disk_cut_short_is_overwritten(tmp_path, monkeypatc
     spool.close()
 
 
-def test_a_line_longer_than_a_block_is_read_completely(tmp_path):
+def test_records_are_read_from_the_end_of_any_other_and_a_malformed_one_is_empty(tmp_path):
+    (tmp_path / "j").mkdir()
+    (tmp_path / "j" / "records.jsonl").write_bytes(b'{"a": 1}\n{"b": \n[1]\n{"c": 1}\n')
     spool = Spool(tmp_path / "j")
-    for body in ({"a": 1}, {"b": "x" * 5000}, {"c": 1}):
-        spool.append(body)
-    block = spool.read(0, block_size=100)
-    assert [list(record.body) for record in block] == [["a"]]
-    assert list(spool.read(block[-1].end, block_size=100)[0].body) == ["b"]
+    records = list(spool.records())
+    assert [record.body for record in records] == [{"a": 1}, {}, {}, {"c": 1}]
+    for place, record in enumerate(records):
+        assert list(spool.records(record.end)) == records[place + 1 :]
     spool.close()
 
 
@@ -406,6 +406,11 @@ def test_uploading_again_from_any_record_changes_nothing(tmp_path):
             spool.set_cursor(before)
         else:
             (spool.folder / "mark").unlink()
+    # A kill between the last upload and the removal of the spool: nothing remains.
+    for _ in range(2):
+        uploader = Uploader(spool, tracking_uri())
+        while uploader.remaining:
+            uploader.send_next()
     assert points("loss") == [(step, step) for step in range(4)]
     assert (the_run().info.status, the_run().data.tags["t"]) == ("FINISHED", "3")
     spool.close()
@@ -694,7 +699,7 @@ def test_an_upload_that_is_killed_leaves_no_second_model(monkeypatch, is_complet
 
 def test_a_run_begins_while_mlflow_is_imported(monkeypatch):
     loading = threading.Event()
-    monkeypatch.setattr(tracker, "import_mlflow", lambda: loading.wait(60))
+    monkeypatch.setattr(upload, "import_mlflow", lambda: loading.wait(60))
     with begin() as run:
         run.metrics(1, {"loss": 1.5})
         assert runs() == []
@@ -707,7 +712,7 @@ def test_a_failed_import_of_mlflow_is_logged_and_does_not_end_the_run(monkeypatc
     def missing():
         raise ImportError("no MLflow")
 
-    monkeypatch.setattr(tracker, "import_mlflow", missing)
+    monkeypatch.setattr(upload, "import_mlflow", missing)
     with begin() as run:
         until(lambda: "records wait: ImportError: no MLflow" in caplog.text, 30, "the failed import is logged")
         run.metrics(1, {"loss": 1.5})

@@ -30,10 +30,10 @@ from vitray.metrics.knn import probe_knn
 from vitray.metrics.probes import mean_distances
 from vitray.models.vit import ViT
 from vitray.runs import ray_host
+from vitray.runs.model_output import probe_checkpoints
 from vitray.runs.placement import place_workers
 from vitray.runs.resolve import resolve
 from vitray.runs.train import train
-from vitray.runs.training_probes import probe_checkpoints
 from vitray.sweeps.plan import Recipe
 from vitray.sweeps.space import read_space
 from vitray.sweeps.sweep import sweep

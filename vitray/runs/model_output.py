@@ -1,18 +1,23 @@
-"""Model folders of runs: that of a finished run, and those of checkpoints."""
+"""The networks that a run leaves: its model folder, those of its checkpoints, and the probes of these."""
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from vitray.config import Run
 from vitray.config.training import Finetune
+from vitray.data.shards import holdout_mask
 from vitray.errors import ConfigError
+from vitray.metrics.probes import PROBES
 from vitray.models.network import build_network
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.runs.run_dir import OUTCOME, RUN_META, run_dataset, stored_run
 from vitray.system import storage
 from vitray.training import checkpoints
+from vitray.training.probes import network_weights, probe_weights, read_probe_images
 from vitray.weights import SavedModel, save_model, save_tokenizer
 from vitray.weights.addresses import resolve_uri
 from vitray.weights.freezing import prepare
@@ -62,6 +67,15 @@ def find_checkpoints(url: str) -> tuple[str, list[int]]:
     raise ConfigError(f"{url}: no run folder; expected one, as runs/NAME, or runs/NAME/checkpoints/step-00001200")
 
 
+def probe_checkpoints(urls: Sequence[str], names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Print and return the scores of each checkpoint of some runs, or of single ones, as training computes them.
+
+    `names` replace the run's own probes.
+    """
+    opened = [find_checkpoints(storage.absolute(url)) for url in urls]
+    return [row for run_dir, steps in opened for row in _probe_run(run_dir, steps, names)]
+
+
 def _best_step(run_dir: str, steps: Sequence[int]) -> int:
     """Return the step of the best evaluation; without any evaluation, the last one."""
     state = checkpoints.read_meta(run_dir, steps[-1])["state"]["train_state"]
@@ -104,3 +118,21 @@ def _save(
     vit.load_state_dict({name.removeprefix("vit."): tensor for name, tensor in weights.items() if name[:4] == "vit."})
     class_names = classes if run.model.num_classes is not None else None
     return save_model(url, run, vit, class_names, relative_to=base)
+
+
+def _probe_run(run_dir: str, steps: Sequence[int], names: Sequence[str]) -> list[dict[str, Any]]:
+    run = stored_run(run_dir)
+    run = run.replace({"evaluate.probes": list(names)}) if names else run
+    if not run.evaluate.probes:
+        raise ConfigError(f"{run_dir}: its evaluate.probes are empty; expected --probes, as in --probes knn,rank")
+    dataset = run_dataset(run, run_dir)
+    mask = holdout_mask(dataset, run.data.train, run.data.holdout) if run.data.holdout else None
+    images, device = read_probe_images(run, dataset, mask), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
+    for step in steps:
+        weights = network_weights(checkpoints.read_checkpoint(run_dir, step).parts)
+        values, place = probe_weights(run, weights, images, device), checkpoints.folder_of(run_dir, step)
+        shown = [PROBES[name].headline for name in PROBES if PROBES[name].headline in values]
+        print(" ".join([place, *(f" {name} {values[name]:.4f}" for name in shown)]), flush=True)
+        rows.append({"checkpoint": place, "step": step, **values})
+    return rows

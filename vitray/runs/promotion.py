@@ -1,6 +1,5 @@
 """Promotion of a registered version: compared with the holder of an alias, which moves if the rule allows it."""
 
-import json
 import re
 import shlex
 from contextlib import suppress
@@ -138,7 +137,7 @@ def _find_candidate(model: str) -> _Candidate:
         run = stored_run(model)
         if run.tracking.register_as is None:
             raise ConfigError(f"{model}: its tracking.register_as is null; expected a run with a registered model")
-        uid = json.loads(storage.read_bytes(storage.join(model, RUN_META)))["uid"]
+        uid = storage.read_json(storage.join(model, RUN_META))["uid"]
         name = run.tracking.register_as
         return _Candidate(name, version_of_run(name, run.tracking.experiment, uid), run)
     address = model.removeprefix("models:/")

@@ -57,30 +57,22 @@ def placement_block(resolved: ResolvedRun, placement: Placement) -> dict[str, st
     passes, sizes = num_passes(run, highest), share_sizes(batch, highest)
     parts = [part.stop - part.start for part in micro_batches(max(sizes), passes, run)]
     most = "" if highest * passes * parts[0] == batch else "up to "
-    return {
+    facts = {
         "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPU"
         + "s" * (placement.cpus != 1),
         "batch": f"{batch} = {highest} worker{'s' * (highest != 1)} x {most}{max(parts)} images"
         + (f" x {passes} passes" if passes > 1 else ""),
         "augment": _describe_augmentation(run, placement),
-        **_describe_prober(resolved, placement),
     }
-
-
-def _describe_prober(resolved: ResolvedRun, placement: Placement) -> dict[str, str]:
-    evaluate = resolved.run.evaluate
     where = f"on {'a spare GPU' if placement.probe_gpus else 'one CPU'} beside the workers"
-    names = {
-        "probes": (evaluate.probes, evaluate.probe_images),
-        "figures": (evaluate.figures, evaluate.examples),
-    }
-    lines = {
-        key: f"{', '.join(chosen)} of {images:,} images, {where}" for key, (chosen, images) in names.items() if chosen
-    }
+    if run.evaluate.probes:
+        facts["probes"] = f"{', '.join(run.evaluate.probes)} of {run.evaluate.probe_images:,} images, {where}"
     if (least := resolved.few_shot_least) is not None:
         shots = ", ".join(map(str, shots_within(least)))
-        lines["probes"] += f"; few_shot of {shots}, as the smallest class has {least:,}"
-    return lines
+        facts["probes"] += f"; few_shot of {shots}, as the smallest class has {least:,}"
+    if run.evaluate.figures:
+        facts["figures"] = f"{', '.join(run.evaluate.figures)} of {run.evaluate.examples:,} images, {where}"
+    return facts
 
 
 def _describe_augmentation(run: Run, placement: Placement) -> str:
@@ -152,7 +144,7 @@ def incident_block(result: WorkerResult) -> dict[str, str]:
 
 def describe_run(resolved: ResolvedRun, placement: Placement) -> str:
     """Return the run as a Markdown table."""
-    run, teacher = resolved.run, resolved.teacher
+    run, teacher, initial, costs = resolved.run, resolved.teacher, resolved.initial, resolved.costs
     data, optim = run.data, run.optim
     size = " x ".join(map(str, run.model.image_shape))
     mixing = f"mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}" if data.mix.is_mixing else "no mixing"
@@ -162,7 +154,8 @@ def describe_run(resolved: ResolvedRun, placement: Placement) -> str:
         "Data": f"`{data.url}`, {resolved.images:,} images of {len(resolved.dataset.classes)} classes,"
         f" {resolved.val_images:,} to validate",
         "Views": f"{_describe_augmentation(run, placement)}, {mixing}, at {size} px",
-        **_earlier_run(resolved),
+        **({"Codes": f"of `{resolved.tokenizer.url}`"} if resolved.tokenizer else {}),
+        **({"Start": f"`{initial.url}`, {costs.trained_params / costs.params:.1%} of it trained"} if initial else {}),
         "Loss": run.task.describe(),
         **({"Teacher": f"`{teacher.url}`, {teacher.gflops:.3g} GFLOPs an image"} if teacher else {}),
         "Optimizer": f"{optim.rule.kind}, lr {optim.lr:g} {optim.schedule.kind}, weight decay {optim.weight_decay:g}",
@@ -171,12 +164,3 @@ def describe_run(resolved: ResolvedRun, placement: Placement) -> str:
         f" driver on {platform.node()}",
     }
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())])
-
-
-def _earlier_run(resolved: ResolvedRun) -> dict[str, str]:
-    if resolved.tokenizer:
-        return {"Codes": f"of `{resolved.tokenizer.url}`"}
-    if resolved.initial:
-        share = resolved.costs.trained_params / resolved.costs.params
-        return {"Start": f"`{resolved.initial.url}`, {share:.1%} of it trained"}
-    return {}

@@ -75,7 +75,11 @@ def fit_trials(nodes: Sequence[Node], resources: TrialResources, trials: int = 1
     drivers_per_cpu = int(1 / _exact(resources.driver_cpus)) if resources.driver_cpus else 0
     # A whole CPU for decoding takes the place of `drivers_per_cpu` drivers.
     drivers = data * drivers_per_cpu + (drivers_per_cpu > 0)
-    free = [_free_cpus(node, resources, max(1, drivers_per_cpu), trials * workers) for node in nodes]
+    free: list[list[_Free]] = []  # of each node with 0, 1, 2, ... workers on it
+    for node in nodes:
+        counts = range(min(_room(node, resources), trials * workers) + 1)
+        left = [_exact(node.cpus) - count * _exact(resources.cpus) for count in counts]
+        free.append([_Free(int(cpus), int(cpus * max(1, drivers_per_cpu))) for cpus in left])
     prices = [_price(steps, 0, index) for index, steps in enumerate(free) if len(steps) > 1]
     heapq.heapify(prices)
     free_cpus, driver_slots = sum(steps[0].whole for steps in free), sum(steps[0].drivers for steps in free)
@@ -116,14 +120,6 @@ def _room(node: Node, resources: TrialResources) -> int:
     rooms = [_gpu_room(node, resources)] if resources.gpus else []
     rooms += [int(_exact(node.cpus) // _exact(resources.cpus))] if resources.cpus else []
     return min(rooms)
-
-
-def _free_cpus(node: Node, resources: TrialResources, drivers_per_cpu: int, most: int) -> list[_Free]:
-    """Return the free CPUs of a node with 0, 1, 2, ... workers on it."""
-    cpus = [
-        _exact(node.cpus) - count * _exact(resources.cpus) for count in range(min(_room(node, resources), most) + 1)
-    ]
-    return [_Free(int(left), int(left * drivers_per_cpu)) for left in cpus]
 
 
 def _price(free: list[_Free], placed: int, index: int) -> tuple[float, float, int, int]:

@@ -132,7 +132,11 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
     first = resolve(startable) if startable else None
     if first:
         for name, run in zip(points, runs, strict=True):
-            _check_schedule(name, run, first)
+            if _images_of(run) == _images_of(first.run):  # a trial on other images is checked when it starts
+                try:
+                    resolve_schedule(run, first.images)
+                except ConfigError as error:
+                    raise ConfigError(f"the point {name}: {error}") from None
     return SweepPlan(
         base=base,
         space=space,
@@ -148,6 +152,10 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
 def _stages_without_model(point: SweepPoint, sweep_dir: str) -> list[str]:
     folders = stage_models(point.before, sweep_dir)
     return [stage for stage, folder in folders.items() if not storage.exists(storage.join(folder, "run.yaml"))]
+
+
+def _images_of(run: Run) -> tuple[object, ...]:
+    return run.data.url, run.data.train, run.data.holdout
 
 
 def _check_goal(run: Run, space: Space) -> None:
@@ -169,16 +177,6 @@ def _check_goal(run: Run, space: Space) -> None:
             f"evaluate.where: got {run.evaluate.where}, expected workers: scheduler {space.scheduler.kind} decides"
             " after each score"
         )
-
-
-def _check_schedule(name: str, run: Run, first: ResolvedRun) -> None:
-    """Refuse a trial whose durations do not suit its data, if these are the data of the first trial."""
-    data = first.run.data
-    if (run.data.url, run.data.train, run.data.holdout) == (data.url, data.train, data.holdout):
-        try:
-            resolve_schedule(run, first.images)
-        except ConfigError as error:
-            raise ConfigError(f"the point {name}: {error}") from None
 
 
 def trial_resources(base: Run, nodes: Sequence[Node]) -> TrialResources:
@@ -214,15 +212,8 @@ def _with_absolute_urls(base: Run) -> Run:
     """Return the run with absolute addresses: a trial's process has a working folder of its own."""
     from vitray.weights.addresses import pin_uri
 
-    changes: dict[str, Any] = {}
-    if base.data.url is not None:
-        changes["data.url"] = storage.absolute(base.data.url)
-    if base.task.kind == "finetune":
-        changes["task.weights"] = pin_uri(base.task.weights)
-    if base.distill is not None:
-        changes["task.distill.teacher"] = pin_uri(base.distill.teacher)
-    if base.task.kind == "masked" and base.task.objective.kind == "beit":
-        changes["task.objective.tokenizer"] = pin_uri(base.task.objective.tokenizer)
+    values = base.dotted()
+    changes = {path: pin_uri(values[path]) for path in ADDRESSES if values.get(path) is not None}
     return base.replace(changes) if changes else base
 
 

@@ -14,8 +14,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, TrialState
 
 from vitray.config.sweep import Distribution, Grid, Nsga2, Tpe
-from vitray.sweeps.expressions import names_in
 from vitray.sweeps.space import Space
+from vitray.sweeps.space.expressions import names_in
 from vitray.sweeps.trial_store import Trial, TrialEntry
 
 # Attempts to draw a new point before the search ends.

@@ -82,8 +82,11 @@ def open_sweep(sweep_dir: str, name: str, base: Run, space: Space) -> tuple[str,
     path = storage.join(sweep_dir, SWEEP_META)
     meta: dict[str, Any]
     if storage.exists(path):
-        meta = json.loads(storage.read_bytes(path))
-        if changes := difference(_run_from(meta["base"]), base):
+        meta = storage.read_json(path)
+        with scratch_folder() as folder:
+            (folder / "run.yaml").write_text(meta["base"])
+            earlier = load_run(folder / "run.yaml")
+        if changes := difference(earlier, base):
             raise ConfigError(f"{name}: a sweep of this name differs in {'; '.join(changes)}; choose another --name")
         # The space may have grown or shrunk: the trial store compares the settings of each trial.
         meta["starts"] += 1
@@ -92,10 +95,3 @@ def open_sweep(sweep_dir: str, name: str, base: Run, space: Space) -> tuple[str,
         meta |= {"starts": 1, "began": time.time()}
     storage.write_bytes(path, json.dumps(meta).encode())
     return meta["uid"], meta["starts"], meta["began"]
-
-
-def _run_from(text: str) -> Run:
-    with scratch_folder() as folder:
-        path = folder / "run.yaml"
-        path.write_text(text)
-        return load_run(path)

@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
+from vitray.config.sweep import Goal
 from vitray.errors import OwnershipLost, one_line
+from vitray.runs.console import Console, clock
 from vitray.runs.run_dir import RUN_META
 from vitray.runs.run_summary import evaluated_identity
-from vitray.sweeps.console import SweepConsole
 from vitray.sweeps.plan import Recipe, SweepPlan
 from vitray.sweeps.report import (
     Measure,
@@ -22,7 +23,7 @@ from vitray.sweeps.report import (
     paper_result,
     write_report,
 )
-from vitray.sweeps.trial_store import TrialStore
+from vitray.sweeps.trial_store import TrialRecord, TrialStore
 from vitray.system import host_facts, storage
 from vitray.system.mlflow_client import import_mlflow
 from vitray.system.storage import scratch_folder
@@ -36,6 +37,10 @@ STOP_TIMEOUT = 5.0
 REPORT_INTERVAL = 30.0
 # Rows of the table in MLflow's description, which holds 8000 characters.
 MOST_DESCRIBED = 40
+# Seconds between two tables on a terminal, and between two lines in a file or a pipe.
+TABLE_INTERVAL, LINE_INTERVAL = 0.5, 30.0
+# Rows of running trials in a terminal's table.
+MOST_RUNNING = 12
 
 
 class SweepOutcome(NamedTuple):
@@ -103,13 +108,9 @@ class SweepLogger:
         if error[0] is not None and not isinstance(error[1], OwnershipLost):
             self._console.line(f"  stopped; the same command resumes it: {self.command}")
         if isinstance(error[1], KeyboardInterrupt | SystemExit):
-            self._kill_children(
-                {
-                    name: "its sweep was interrupted"
-                    for name, record in self.store.records().items()
-                    if record.state == "running"
-                }
-            )
+            for name, record in self.store.records().items():
+                if record.state == "running":
+                    self._kill(name, "its sweep was interrupted")
         self._tracker.__exit__(*error)
 
     def finish(self) -> SweepOutcome:
@@ -117,13 +118,10 @@ class SweepLogger:
         self._stopped.set()
         self._thread.join()
         trials, goal = self.report(), self.plan.space.goal
-        self._kill_children(  # those whose own process could not
-            {
-                trial.name: trial.reason or "stopped early, by the scheduler of its sweep"
-                for trial in trials
-                if trial.state in ("stopped early", "failed") and self.store.outcome(trial.name).mlflow_run is None
-            }
-        )
+        for trial in trials:
+            if trial.state in ("stopped early", "failed") and self.store.outcome(trial.name).mlflow_run is None:
+                # Its own process could not.
+                self._kill(trial.name, trial.reason or "stopped early, by the scheduler of its sweep")
         best = leader([trial for trial in trials if trial.state != "failed"], Measure(goal.metric, goal.mode))
         if best:
             from vitray.runs.registered_figures import log_registered_figures  # Matplotlib takes a second to import
@@ -259,15 +257,11 @@ class SweepLogger:
             lines.append(f"\nand {len(ranked) - MOST_DESCRIBED} more: report/results.csv")
         return "\n".join(lines)
 
-    def _kill_children(self, reasons: Mapping[str, str]) -> None:
-        """Mark trials as killed in MLflow if they still run there, with {name: reason}.
-
-        A resumed sweep continues the same MLflow runs.
-        """
-        for name, reason in reasons.items():
-            path = storage.join(self.store.run_dir(name), RUN_META)
-            if storage.exists(path):
-                self._tracker.kill(json.loads(storage.read_bytes(path))["uid"], reason)
+    def _kill(self, name: str, reason: str) -> None:
+        """Mark a trial as killed in MLflow if it still runs there. A resumed sweep continues the same MLflow run."""
+        path = storage.join(self.store.run_dir(name), RUN_META)
+        if storage.exists(path):
+            self._tracker.kill(storage.read_json(path)["uid"], reason)
 
 
 def _row(*cells: str) -> str:
@@ -277,3 +271,90 @@ def _row(*cells: str) -> str:
 def _spell(value: Any) -> str:
     """Return a value as the command line takes it: YAML, of which JSON is a part."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+# ---- the console -----------------------------------------------------------------------------------------------------
+
+
+class SweepConsole:
+    """Progress of a sweep on stderr: a table that a terminal rewrites in place, or a line at times in a file."""
+
+    def __init__(
+        self, trials: int, goal: Goal, records: Mapping[str, TrialRecord], stream: TextIO | None = None
+    ) -> None:
+        self._trials, self._goal, self._console = trials, goal, Console(stream)
+        self._started = self._last_end = time.monotonic()
+        self._printed, self._rows = 0.0, 0
+        # Trials that were over at the start do not count in the estimate of the remaining time.
+        self._over = self._over_at_start = sum(record.is_over for record in records.values())
+
+    def show(self, records: Mapping[str, TrialRecord]) -> None:
+        """Print the progress, once per interval and at each end of a trial."""
+        over = sum(record.is_over for record in records.values())
+        interval = TABLE_INTERVAL if self._console.is_terminal else LINE_INTERVAL
+        if over == self._over and time.monotonic() - self._printed < interval:
+            return
+        self._printed = time.monotonic()
+        if over != self._over:
+            self._over, self._last_end = over, self._printed
+        self._clear()
+        rows = self._table(records) if self._console.is_terminal else [self._sentence(records)]
+        print("\n".join(rows), file=self._console.stream, flush=True)
+        self._rows = len(rows) if self._console.is_terminal else 0
+
+    def line(self, text: str) -> None:
+        """Print a permanent line."""
+        self._clear()
+        self._console.line(text)
+
+    def end(self, facts: Mapping[str, str]) -> None:
+        """Print the end block."""
+        self._clear()
+        self._console.block(facts)
+
+    def _sentence(self, records: Mapping[str, TrialRecord]) -> str:
+        running = [name for name, record in records.items() if record.state == "running"]
+        best = self._best(records)
+        parts = [self._counts(records), *([f"running {', '.join(running)}"] if running else [])]
+        parts += [f"best {best} {self._score(records[best])}"] if best else []
+        return f"  {'; '.join(parts)}; {self._left()} left"
+
+    def _table(self, records: Mapping[str, TrialRecord]) -> list[str]:
+        """Return the rows of the running trials and of the best, the counts, and the remaining time."""
+        best = self._best(records)
+        names = [name for name, record in records.items() if record.state == "running"][:MOST_RUNNING]
+        names += [best] if best and best not in names else []
+        width = max([5, *map(len, names)])
+        rows = [f"  {'trial':<{width}}  {self._goal.metric:>12}  {'step':>9}  state"] if names else []
+        for name in names:
+            record = records[name]
+            step = f"{record.scores[-1][0]:,}" if record.scores else "-"
+            state = record.state + (", best so far" if name == best else "")
+            rows.append(f"  {name:<{width}}  {self._score(record):>12}  {step:>9}  {state}")
+        return [*rows, f"  {self._counts(records)}; {self._left()} left"]
+
+    def _counts(self, records: Mapping[str, TrialRecord]) -> str:
+        over = [record for record in records.values() if record.is_over]
+        states = {state: sum(record.state == state for record in over) for state in ("stopped early", "failed")}
+        details = ", ".join(f"{count} {state}" for state, count in states.items() if count)
+        return f"{len(over)}/{max(self._trials, len(records))} over{f' ({details})' if details else ''}"
+
+    def _best(self, records: Mapping[str, TrialRecord]) -> str | None:
+        scores = {name: record.score for name, record in records.items() if record.score is not None}
+        return (max if self._goal.mode == "max" else min)(scores, key=lambda name: scores[name], default=None)
+
+    def _score(self, record: TrialRecord) -> str:
+        return "-" if record.score is None else f"{record.score:.4g}"
+
+    def _left(self) -> str:
+        """Return the remaining time, from the mean time per trial so far."""
+        done = self._over - self._over_at_start
+        if not done:
+            return "-"
+        end = self._last_end + (self._last_end - self._started) / done * (self._trials - self._over)
+        return clock(max(0.0, end - time.monotonic()))
+
+    def _clear(self) -> None:
+        if self._rows:
+            print(f"\x1b[{self._rows}F\x1b[J", end="", file=self._console.stream)
+            self._rows = 0

@@ -83,7 +83,7 @@ def read_record(run_dir: str) -> TrialRecord:
     path = storage.join(run_dir, RECORD)
     if not storage.exists(path):
         return TrialRecord()
-    content = json.loads(storage.read_bytes(path))
+    content = storage.read_json(path)
     scores = tuple((step, value) for step, value in content["scores"])
     rest = (content.get(name) for name in ("began", "ended", "steps"))
     return TrialRecord(content["state"], scores, content["reason"], *rest)
@@ -107,7 +107,7 @@ def read_outcome(run_dir: str) -> TrialOutcome | None:
     """Return the outcome of the run in a folder; None without one."""
     if not storage.exists(path := storage.join(run_dir, OUTCOME)):
         return None
-    content = json.loads(storage.read_bytes(path))
+    content = storage.read_json(path)
     return TrialOutcome(*(content.get(field) for field in TrialOutcome._fields))
 
 
@@ -133,7 +133,7 @@ def costs_of(outcome: TrialOutcome | None, sizes: Sizes | None) -> dict[str, flo
 def read_entries(sweep_dir: str) -> dict[str, TrialEntry]:
     """Return {name: trial} of the sweep in a folder."""
     path = storage.join(sweep_dir, POINTS)
-    content = json.loads(storage.read_bytes(path)) if storage.exists(path) else {}
+    content = storage.read_json(path) if storage.exists(path) else {}
     return {
         name: TrialEntry(SweepPoint(**entry["point"]), entry["asked"], entry.get("continues"), entry.get("replaces"))
         for name, entry in content.items()

@@ -1,26 +1,29 @@
-"""The trials of a sweep on Ray Tune: their start, the events of Tune's loop, and the interruption by a signal."""
+"""The trials of a sweep on Ray Tune: their start, the next one, the events of Tune's loop, and the interruption."""
 
 import logging
+import math
 import os
+import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ray import tune
 from ray.tune.experiment import Trial
+from ray.tune.search import Searcher
 
 from vitray.cluster import session
 from vitray.errors import OwnershipLost, one_line
 from vitray.runs.shutdown import REPEAT_SECONDS
-from vitray.sweeps.plan import DRIVER_CPUS, SweepPlan, trials_that_fit
+from vitray.sweeps.plan import DRIVER_CPUS, SweepPlan, trials_that_fit, with_absolute_addresses
 from vitray.sweeps.population import param_space, restore_population
 from vitray.sweeps.schedulers import build_scheduler
-from vitray.sweeps.searcher import TrialSearcher
+from vitray.sweeps.space import draw_point, name_of
 from vitray.sweeps.trial import INTERRUPTED, TrialContext, TrialTrainable
-from vitray.sweeps.trial_store import TrialStore
+from vitray.sweeps.trial_store import TrialEntry, TrialStore
 from vitray.system import storage
 from vitray.system.lease import Ownership
 from vitray.system.mlflow_client import database_file, tracking_uri, user_dir
@@ -28,6 +31,8 @@ from vitray.system.storage import scratch_folder
 
 # Tune's log lines about failed and interrupted trials, which the sweep's logger reports.
 QUIET_LOGGERS = {"ray.tune.tune": logging.CRITICAL}
+# Seconds between two looks at the nodes of the cluster.
+NODES_INTERVAL = 5.0
 
 
 def run_trials(plan: SweepPlan, store: TrialStore, parent_uid: str, ownership: Ownership) -> None:
@@ -56,7 +61,7 @@ def run_trials(plan: SweepPlan, store: TrialStore, parent_uid: str, ownership: O
         searcher = TrialSearcher(plan, store, lambda: trials_that_fit(plan.base, resources, plan.trials))
     with (
         _tune_folder(store.sweep_dir, is_shared=is_population) as (files, folder),
-        interruptible(store.sweep_dir) as interruption,
+        Interruption(store.sweep_dir, ownership) as interruption,
     ):
         tuner = tune.Tuner(
             trainable,
@@ -76,7 +81,7 @@ def run_trials(plan: SweepPlan, store: TrialStore, parent_uid: str, ownership: O
                 storage_filesystem=files,
                 storage_path=folder,
                 verbose=0,
-                stop=InterruptionStopper(interruption, ownership),
+                stop=interruption,
                 callbacks=[TrialListener(store)],
                 # Runs write their own checkpoints. Those of a population are copies, all of which stay: Tune would
                 # remove one that a trial is about to continue from.
@@ -116,6 +121,92 @@ def trial_environment() -> dict[str, str]:
     file = database_file(uri := tracking_uri())
     home = {"VITRAY_HOME": str(user_dir().absolute())} if "VITRAY_HOME" in os.environ else {}
     return {"MLFLOW_TRACKING_URI": f"sqlite:///{file}" if file else uri} | home
+
+
+# ---- the next trial --------------------------------------------------------------------------------------------------
+
+
+class TrialSearcher(Searcher):
+    """Suggests the stored trials that are not over, then the new points of a search that learns."""
+
+    def __init__(self, plan: SweepPlan, store: TrialStore, count_places: Callable[[], int]) -> None:
+        """Queue the stored trials; under a scheduler also the ended ones, which it replays after a restart.
+
+        `count_places` returns the number of trials that fit the cluster as it is now.
+        """
+        super().__init__()
+        self._plan, self._store, self._space = plan, store, plan.space
+        self._count_places, self._places, self._counted = count_places, 0, -math.inf
+        self._live: set[str] = set()
+        self._started = time.monotonic()
+        replays = plan.space.scheduler.traits.decides
+        waiting = [name for name, record in store.records().items() if replays or not record.is_over]
+        if replays:
+            # In the order of their values each trial might be the best so far, and the scheduler would stop none.
+            random.Random(0).shuffle(waiting)
+        # Ended trials come first, so that running ones are compared with them.
+        self._waiting = sorted(waiting, key=lambda name: not store.trials[name].record.is_over)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tune pickles its arguments to resume by itself, which is not used.
+        return {}
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the name and the settings of the next trial, FINISHED, or None while no further trial fits."""
+        if time.monotonic() - self._counted >= NODES_INTERVAL:
+            self._places, self._counted = self._count_places(), time.monotonic()
+        # The first one always waits for its nodes in its own process.
+        if len(self._live) >= max(1, self._places):
+            return None
+        if (name := self._next()) is None:
+            return Searcher.FINISHED
+        self._live.add(trial_id)
+        self._store.names[trial_id] = name
+        return {"name": name} | self._store.settings(name)
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:  # noqa: ARG002
+        """Free the trial's place; the trial store has its result."""
+        self._live.discard(trial_id)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Do nothing: the trials are on disk."""
+
+    def _next(self) -> str | None:
+        """Return the name of the next trial; None where no further one starts."""
+        if self._waiting and (self._store.trials[self._waiting[0]].record.is_over or not self.is_spent()):
+            return self._waiting.pop(0)
+        if self._waiting or not self._space.search.traits.learns or len(self._store.trials) >= self._plan.trials:
+            return None
+        return None if self.is_spent() else self._draw()
+
+    def is_spent(self) -> bool:
+        """Whether the budget is spent or too many trials have failed."""
+        budget, trials = self._space.budget, self._store.trials.values()
+        failed = sum(trial.record.state == "failed" for trial in trials)
+        if failed > self._space.failures * self._plan.trials:
+            return True
+        if budget.minutes is not None and time.monotonic() - self._started > 60 * budget.minutes:
+            return True
+        if budget.device_hours is None:
+            return False
+        spent = sum(trial.cost("device_seconds") or 0.0 for trial in trials)
+        return spent >= 3600 * budget.device_hours
+
+    def _draw(self) -> str | None:
+        """Store a new point and return its name; None where no new point is left."""
+        from vitray.sweeps.sampler import TRIES, ask  # imports Optuna
+
+        drawn = [trial for trial in self._store.trials.values() if trial.entry.asked is not None]
+        for attempt in range(TRIES):
+            suggestion = ask(self._space, drawn, attempt)
+            point = draw_point(self._space, suggestion.values)
+            if point and (name := name_of(point, self._space)) not in self._store.trials:
+                self._store.add(name, TrialEntry(with_absolute_addresses(point), suggestion.asked))
+                return name
+        return None
+
+
+# ---- events ----------------------------------------------------------------------------------------------------------
 
 
 class TrialListener(tune.Callback):
@@ -162,80 +253,60 @@ class TrialListener(tune.Callback):
 # ---- interruption ----------------------------------------------------------------------------------------------------
 
 
-class Interruption:
-    """The signal that interrupted a sweep, and the marker file that the trials read."""
+class Interruption(tune.Stopper):
+    """Lets the first Ctrl-C or SIGTERM end the trials resumably; a second one ends the driver at once.
 
-    def __init__(self, sweep_dir: str) -> None:
+    A marker file tells the trials. The sweep also stops if another process has taken over its folder.
+    """
+
+    def __init__(self, sweep_dir: str, ownership: Ownership) -> None:
         self.signal: int | None = None
-        self.signaled = float("-inf")
         self.marker = storage.join(sweep_dir, INTERRUPTED)
-        self._is_marked = False
+        self._ownership = ownership
+        self._signaled, self._is_marked = float("-inf"), False
+        self._handlers: dict[int, Any] = {}
 
     @property
     def error(self) -> BaseException:
         """The exception that the interrupted sweep ends with."""
         return KeyboardInterrupt() if self.signal == signal.SIGINT else SystemExit(128 + (self.signal or 0))
 
-    def mark(self) -> None:
-        """Write the marker, once."""
-        if not self._is_marked:
-            storage.write_bytes(self.marker, b"the sweep was interrupted\n")
-        self._is_marked = True
+    def __enter__(self) -> Self:
+        storage.remove(self.marker)
+        os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
+        self._handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
 
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._restore_handlers()
+        if kind is None or not issubclass(kind, OwnershipLost):  # then the marker may be the new owner's
+            storage.remove(self.marker)
 
-@contextmanager
-def interruptible(sweep_dir: str) -> Iterator[Interruption]:
-    """Let the first Ctrl-C or SIGTERM end the trials resumably; a second one ends the driver at once.
-
-    After an OwnershipLost the marker stays: it may be the new owner's.
-    """
-    interruption = Interruption(sweep_dir)
-    storage.remove(interruption.marker)
-
-    def on_signal(number: int, _frame: Any) -> None:
+    def _on_signal(self, number: int, _frame: Any) -> None:
         now = time.monotonic()
-        if now - interruption.signaled < REPEAT_SECONDS:
+        if now - self._signaled < REPEAT_SECONDS:
             return
-        if interruption.signal is not None:
-            restore()
-            raise interruption.error
-        interruption.signal, interruption.signaled = number, now
+        if self.signal is not None:
+            self._restore_handlers()
+            raise self.error
+        self.signal, self._signaled = number, now
 
-    def restore() -> None:
-        for number, handler in handlers.items():
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
-
-    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
-    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    is_lost = False
-    try:
-        yield interruption
-    except OwnershipLost:
-        is_lost = True
-        raise
-    finally:
-        restore()
-        if not is_lost:
-            storage.remove(interruption.marker)
-
-
-class InterruptionStopper(tune.Stopper):
-    """Stops an interrupted sweep, and one whose folder another process has taken over."""
-
-    def __init__(self, interruption: Interruption, ownership: Ownership) -> None:
-        self._interruption, self._ownership = interruption, ownership
 
     def __call__(self, _trial_id: str, _result: dict[str, Any]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return False
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "InterruptionStopper":
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
     def stop_all(self) -> bool:
-        """Whether the sweep stops now."""
-        if self._interruption.signal:
-            self._interruption.mark()
-        return self._interruption.signal is not None or self._ownership.is_lost
+        """Whether the sweep stops now; of an interrupted one, write the marker."""
+        if self.signal and not self._is_marked:
+            storage.write_bytes(self.marker, b"the sweep was interrupted\n")
+            self._is_marked = True
+        return self.signal is not None or self._ownership.is_lost

@@ -13,14 +13,12 @@ from vitray.weights.addresses import CHECKPOINT_TAG, FOLDER_TAG, find_logged_mod
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import LoggedModel, Run
+    from mlflow.entities import LoggedModel
 
 # Tags of an evaluation's run.
 TRAINING_RUN_TAG, VERSION_TAG = "vitray.training_run", "vitray.model_version"
 # MLflow's limit.
 DIGEST_LENGTH = 36
-
-
 # MLflow opens its pages of model training with this query, and those of language models without it.
 WORKFLOW = "workflowType=machine_learning"
 
@@ -103,6 +101,7 @@ def log_checkpoint(client: "MlflowClient", run_id: str, body: Mapping[str, Any])
     Its files stay in the run folder. The model of an earlier checkpoint is deleted, as that checkpoint is pruned.
     """
     import mlflow
+    from mlflow.entities import LoggedModelOutput
 
     run = client.get_run(run_id)
     models = [
@@ -124,30 +123,23 @@ def log_checkpoint(client: "MlflowClient", run_id: str, body: Mapping[str, Any])
         )
     elif model.status != "READY":  # a request was interrupted
         client.finalize_logged_model(model.model_id, "READY")
-    _log_output(client, run, model.model_id, body["step"])
+    if model.model_id not in [output.model_id for output in (run.outputs.model_outputs if run.outputs else [])]:
+        client.log_outputs(run_id, [LoggedModelOutput(model.model_id, body["step"])])
     _log_model_metrics(client, run_id, model.model_id, body)
 
 
 def log_scores(client: "MlflowClient", run_id: str, body: Mapping[str, Any]) -> None:
-    """Log scores of a model, and link the model as `log_link` does."""
-    model = find_model(client, body["model"], run_id)
-    _log_model_metrics(client, run_id, model and model.model_id, body)
-    _link(client, run_id, model, body["description"])
-
-
-def log_link(client: "MlflowClient", run_id: str, body: Mapping[str, Any]) -> None:
-    """Link a run with the model that it is about, by the address of its folder or its address in MLflow.
+    """Log the scores, if there are any, of the model at an address, and link the model.
 
     If MLflow has the model from another run, the two runs are linked in both directions.
     """
-    _link(client, run_id, find_model(client, body["model"], run_id), body["description"])
-
-
-def _link(client: "MlflowClient", run_id: str, model: "LoggedModel | None", description: str) -> None:
-    if model is None or model.source_run_id in (None, run_id):
-        return
     from mlflow.entities import LoggedModelInput, RunTag
 
+    model = find_model(client, body["model"], run_id)
+    if "values" in body:
+        _log_model_metrics(client, run_id, model and model.model_id, body)
+    if model is None or model.source_run_id in (None, run_id):
+        return
     client.log_inputs(run_id, models=[LoggedModelInput(model.model_id)])
     run, training = client.get_run(run_id), client.get_run(model.source_run_id)
     tags = {TRAINING_RUN_TAG: training.info.run_id}
@@ -155,11 +147,13 @@ def _link(client: "MlflowClient", run_id: str, model: "LoggedModel | None", desc
         tags["mlflow.parentRunId"] = training.info.run_id
     page = run_page(training.info.experiment_id, training.info.run_id)
     links = [f"Training run: [{training.info.run_name}]({page})"]
-    for version in _versions(client, model):
-        tags[VERSION_TAG] = f"models:/{version.name}/{version.version}"
+    versions = client.search_model_versions(f"run_id = '{model.source_run_id}'")
+    versions = [each for each in versions if each.model_id == model.model_id or each.source == model.model_uri]
+    for version in sorted(versions, key=lambda each: int(each.version)):
+        tags[VERSION_TAG] = f"models:/{version.name}/{version.version}"  # at last the newest
         page = f"#/models/{version.name}/versions/{version.version}"
         links.append(f"Registered version: [{version.name}, version {version.version}]({page})")
-    tags["mlflow.note.content"] = "\n\n".join([description, *links])
+    tags["mlflow.note.content"] = "\n\n".join([body["description"], *links])
     client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()], synchronous=True)
 
 
@@ -176,21 +170,6 @@ def find_model(client: "MlflowClient", url: str, run_id: str) -> "LoggedModel | 
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     models = client.search_logged_models(experiments, f"tags.`{FOLDER_TAG}` = '{url}'")
     return max(models, key=lambda model: (model.source_run_id == run_id, model.creation_timestamp), default=None)
-
-
-def _versions(client: "MlflowClient", model: "LoggedModel") -> list[Any]:
-    """Return the registered versions of a logged model, the oldest first."""
-    versions = client.search_model_versions(f"run_id = '{model.source_run_id}'")
-    own = [each for each in versions if each.model_id == model.model_id or each.source == model.model_uri]
-    return sorted(own, key=lambda each: int(each.version))
-
-
-def _log_output(client: "MlflowClient", run: "Run", model_id: str, step: int) -> None:
-    from mlflow.entities import LoggedModelOutput
-
-    outputs = run.outputs.model_outputs if run.outputs else []
-    if model_id not in [output.model_id for output in outputs]:
-        client.log_outputs(run.info.run_id, [LoggedModelOutput(model_id, step)])
 
 
 def _log_model_metrics(client: "MlflowClient", run_id: str, model_id: str | None, body: Mapping[str, Any]) -> None:

@@ -14,10 +14,7 @@ from typing import Any, NamedTuple
 from vitray.errors import redact
 from vitray.system.mlflow_client import user_dir
 
-RECORDS = "records.jsonl"
-LOCK = "lock"
-CURSOR = "mark"
-ARTIFACTS = "artifacts"
+RECORDS, LOCK, CURSOR, ARTIFACTS = "records.jsonl", "lock", "mark", "artifacts"
 
 
 class SpoolCursor(NamedTuple):
@@ -32,14 +29,6 @@ class SpoolRecord(NamedTuple):
 
     end: int
     body: dict[str, Any]
-
-
-class SpoolState(NamedTuple):
-    """The latest `begin` record, whether an `end` follows it, and the time of the latest record."""
-
-    begin: dict[str, Any] | None
-    ended: bool
-    time: int
 
 
 def spool_dir() -> Path:
@@ -85,36 +74,19 @@ class Spool:
         (self.folder / path).write_bytes(content)
         return str(path)
 
-    def read(self, start: int, block_size: int = 1 << 20) -> list[SpoolRecord]:
-        """Return the records of a block from byte `start`; a malformed line is an empty record."""
-        block = os.pread(self._file.fileno(), min(block_size, self.size - start), start)
-        if b"\n" not in block and len(block) < self.size - start:
-            return self.read(start, 4 * block_size)
-        records, end = [], start
-        for line in block.splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                end += len(line)
-                records.append(SpoolRecord(end, _parse_line(line)))
-        return records
-
-    def records(self) -> Iterator[SpoolRecord]:
-        """Yield all records."""
-        end = 0
-        while block := self.read(end):
-            yield from block
-            end = block[-1].end
-
-    def state(self, until: int | None = None) -> SpoolState:
-        """Return the state after the records up to byte `until`, or after all."""
-        begin, ended, latest = None, False, 0
-        for end, body in self.records():
-            if until is not None and end > until:
-                break
-            latest = body.get("time", latest)
-            if body.get("kind") == "begin":
-                begin, ended = body, False
-            ended = ended or body.get("kind") == "end"
-        return SpoolState(begin, ended, latest)
+    def records(self, start: int = 0) -> Iterator[SpoolRecord]:
+        """Yield the records from byte `start` on; a malformed line is an empty record."""
+        size = self.size  # of the complete records: another thread may be writing the next one
+        with (self.folder / RECORDS).open("rb") as file:
+            file.seek(start)
+            while start < size:
+                line = file.readline()
+                start += len(line)
+                try:
+                    body = json.loads(line)
+                except ValueError:
+                    body = None
+                yield SpoolRecord(start, body if isinstance(body, dict) else {})
 
     @property
     def cursor(self) -> SpoolCursor | None:
@@ -161,11 +133,3 @@ def _lock_folder(folder: Path, timeout: float) -> int:
         if (folder / LOCK).exists() and os.fstat(lock).st_ino == (folder / LOCK).stat().st_ino:
             return lock
         os.close(lock)
-
-
-def _parse_line(line: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(line)
-    except ValueError:
-        return {}
-    return body if isinstance(body, dict) else {}

@@ -4,8 +4,6 @@ import getpass
 import json
 import logging
 import os
-import threading
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -13,12 +11,11 @@ from typing import Any, Literal, NamedTuple, Self
 
 from vitray.errors import ConfigError, one_line, redact, redact_uri
 from vitray.system.host_facts import source_name
-from vitray.system.mlflow_client import import_mlflow, store_address, tracking_uri
+from vitray.system.mlflow_client import store_address, tracking_uri
 from vitray.system.processes import process_tags
-from vitray.tracking.flush import close_dead_runs
 from vitray.tracking.lineage import ModelScores, TrackedDataset, clean_key, run_page
 from vitray.tracking.spool import Spool, now, spool_dir
-from vitray.tracking.uploader import Uploader
+from vitray.tracking.upload import Uploader, UploadThread
 
 LOG = logging.getLogger("vitray.tracking")
 
@@ -30,9 +27,6 @@ END_TIMEOUTS: dict[RunStatus, tuple[float, float]] = {"FINISHED": (600, 10), "FA
 
 # Seconds to wait for another process (`vitray sync`, or another run's start) that is uploading the same spool.
 LOCK_TIMEOUT = 30.0
-
-# Seconds between uploads, so that points are sent in batches, and at most while the server is offline.
-PAUSE, MAX_PAUSE = 1.0, 30.0
 
 
 class TrackedRun(NamedTuple):
@@ -89,15 +83,15 @@ class Tracker:
 
     def figure(self, path: str, png: bytes) -> None:
         """Record an image as the artifact `path`, for example `figures/loss.png`."""
-        self._record_file("artifact", path, png, {})
+        self._record("artifact", {"path": path}, png)
 
     def image(self, key: str, step: int, png: bytes) -> None:
         """Record an image of a step; MLflow shows the steps of a key side by side for several runs."""
-        self._record_file("image", f"{key}.png", png, {"key": key, "step": int(step)})
+        self._record("image", {"path": f"{key}.png", "key": key, "step": int(step)}, png)
 
     def text(self, path: str, text: str) -> None:
         """Record a text as the artifact `path`."""
-        self._record_file("artifact", path, redact(text).encode(), {})
+        self._record("artifact", {"path": path}, redact(text).encode())
 
     def params(self, values: Mapping[str, Any]) -> None:
         """Record values that hold for the run as a whole; MLflow keeps them out of its charts of metrics."""
@@ -196,110 +190,16 @@ class Tracker:
             case _:
                 self.end("FAILED", one_line(error))
 
-    def _record_file(self, kind: str, path: str, content: bytes, body: dict[str, Any]) -> None:
+    def _record(self, kind: str, body: dict[str, Any], content: bytes | None = None) -> None:
+        """Write a record to the spool, and the content of its file before; a full disk loses both."""
         try:
-            file = self._spool.store_file(path.rpartition("/")[2], content)
-        except OSError as error:
-            self._warn_once(error)
-        else:
-            self._record(kind, {"path": path, "file": file} | body)
-
-    def _record(self, kind: str, body: dict[str, Any]) -> None:
-        try:
+            if content is not None:
+                body["file"] = self._spool.store_file(body["path"].rpartition("/")[2], content)
             self._spool.append({"kind": kind, "time": now()} | body)
         except (OSError, ValueError) as error:
-            self._warn_once(error)
-
-    def _warn_once(self, error: Exception) -> None:
-        if not self._has_warned:
-            LOG.warning("tracking: records are lost: %s: %s", self._spool.folder, one_line(error))
-        self._has_warned = True
-
-
-class UploadThread:
-    """Uploads a spool in the background, and never raises.
-
-    After the first complete upload, another thread closes the dead runs of the experiment.
-    """
-
-    def __init__(self, uploader: Uploader, experiment: str) -> None:
-        self.uploader = uploader
-        args = [experiment, uploader.uri]
-        self._cleanup = threading.Thread(target=_close_dead_runs, args=args, name="vitray-orphans", daemon=True)
-        self._error: str | None = None
-        self._failures = 0
-        self._wake = threading.Event()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vitray-tracking", daemon=True)
-        self._thread.start()
-
-    def flush(self, timeout: float, offline_timeout: float) -> str | None:
-        """Wait until all records are sent; return a description of the unsent rest, or None.
-
-        The wait is limited to `timeout` seconds, or `offline_timeout` if the server does not respond.
-        """
-        start, last_wake = time.monotonic(), -1
-        while remaining := self.uploader.remaining:
-            waited = time.monotonic() - start
-            if int(waited) > last_wake:  # retry every second, even during a longer pause
-                self._wake.set()
-                last_wake = int(waited)
-            if waited > timeout or (self._error and waited > offline_timeout):
-                return f"{remaining} bytes of records are not sent: {self._error or 'MLflow answers slowly'}"
-            time.sleep(0.05)
-        return None
-
-    def close(self) -> None:
-        """Stop after the current call; remove the spool if it was uploaded completely, else release it."""
-        self._closing.set()
-        self._wake.set()
-        self._thread.join(0.3 if self.uploader.remaining else 5)
-
-    def _run(self) -> None:
-        pause = 0.0
-        try:
-            import_mlflow()  # in this thread, because it takes seconds
-        except Exception as error:
-            LOG.warning("tracking: MLflow cannot be imported, records wait: %s", one_line(error))
-        try:
-            while not self._closing.is_set():
-                self._wake.wait(pause)
-                self._wake.clear()
-                pause = PAUSE if self._upload_all() else min(MAX_PAUSE, 2 * max(PAUSE, pause))
-        finally:
-            if self.uploader.remaining:
-                self.uploader.spool.close()
-            else:
-                self.uploader.spool.remove()
-
-    def _upload_all(self) -> bool:
-        """Upload all records; return False if MLflow does not accept them."""
-        try:
-            while self.uploader.remaining and not self._closing.is_set():
-                self.uploader.send_next()
-                if self._failures > 1:
-                    LOG.warning("tracking: MLflow takes records again")
-                self._error, self._failures = None, 0
-            if self._cleanup.ident is None and not self._closing.is_set():
-                self._cleanup.start()
-        except Exception as error:
-            text = one_line(error)
-            # MLflow's message of a refused connection has four lines; only its start and end are specific.
-            self._error = text if len(text) < 300 else f"{text[:110]} ... {text[-150:]}"
-            self._failures += 1
-            if self._failures == 2:  # ignore a single failure
-                folder = self.uploader.spool.folder
-                message = "tracking: MLflow does not accept records; they are kept in %s and sent later: %s"
-                LOG.warning(message, folder, self._error)
-            return False
-        return True
-
-
-def _close_dead_runs(experiment: str, uri: str) -> None:
-    try:
-        close_dead_runs(experiment, uri)
-    except Exception as error:
-        LOG.debug("tracking: records of dead drivers are not complete: %s", one_line(error))
+            if not self._has_warned:
+                LOG.warning("tracking: records are lost: %s: %s", self._spool.folder, one_line(error))
+            self._has_warned = True
 
 
 def _user() -> str:

@@ -14,8 +14,7 @@ from matplotlib.ticker import NullFormatter
 from matplotlib.transforms import Bbox
 
 from vitray.pages.plotting import Theme, missing_glyphs, new_figure, one_line, style_axis
-from vitray.sweeps.report.groups import Group
-from vitray.sweeps.report.trials import Measure
+from vitray.sweeps.report.results import Group, Measure
 
 # Inches of a column of the page, and the pixels of each, which suit screens of high resolution.
 WIDTH, DPI = 4.0, 220

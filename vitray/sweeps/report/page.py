@@ -1,19 +1,125 @@
-"""The page of a sweep: groups, differences, the papers' numbers, charts, trials and their circumstances."""
+"""The report as a folder: index.html, which contains its pictures, the pictures as files, and results.csv."""
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from vitray.pages.rendering import Column, PageSection, Picture, Table, render_page
-from vitray.sweeps.report.groups import Results, pairs_of
-from vitray.sweeps.report.labels import MODEL, SEED, short_name, value_text, varied_settings
-from vitray.sweeps.report.papers import TITLE
-from vitray.sweeps.report.trials import COSTS, STATES, Cost, TrialResult, best_first, hours_text, leader
+import yaml
 
+from vitray.config.parsing import parse_yaml
+from vitray.errors import ConfigError
+from vitray.pages.files import FORMULA_STARTS, csv_text
+from vitray.pages.plotting import DARK, LIGHT, to_png
+from vitray.pages.rendering import Column, PageSection, Picture, Table, render_page
+from vitray.sweeps.report.charts import (
+    draw_blocks,
+    draw_branches,
+    draw_cost,
+    draw_curves,
+    draw_differences,
+    draw_groups,
+    draw_maps,
+    draw_rates,
+)
+from vitray.sweeps.report.drawing import Drawing
+from vitray.sweeps.report.papers import TITLE
+from vitray.sweeps.report.results import (
+    COSTS,
+    MODEL,
+    SEED,
+    STATES,
+    Cost,
+    Measure,
+    Results,
+    SweepResult,
+    TrialResult,
+    best_first,
+    hours_text,
+    leader,
+    pairs_of,
+    results_of,
+    short_name,
+    value_text,
+    varied_settings,
+)
+from vitray.system import storage
+
+FIELDS = ("name", "state", "reason", "goal", *(cost.field for cost in COSTS), "command", "run_url")
 VERDICTS = {
     "better": "is better than",
     "worse": "is worse than",
     "no clear difference": "is not clearly different from",
 }
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_report(sweep: SweepResult, folder: Path) -> list[Path]:
+    """Write or replace the report of a sweep and return its files, the page last.
+
+    Files are replaced whole, so that a reader sees the old or the new one. Equal sweeps write equal bytes.
+    """
+    results = results_of(sweep)
+    files: dict[str, bytes] = {}
+    pictures: dict[str, list[Picture]] = {}
+    for section, drawings in drawings_of(results).items():
+        for drawing in drawings:
+            light, dark = to_png(drawing.draw(LIGHT)), to_png(drawing.draw(DARK))
+            files |= {f"{drawing.name}.png": light, f"{drawing.name}-dark.png": dark}
+            pictures.setdefault(section, []).append(Picture(drawing.alt, drawing.caption, light, dark))
+    # A reason may quote bytes that are not valid text.
+    files["results.csv"] = table_of(sweep).encode(errors="backslashreplace")
+    files["index.html"] = render(results, pictures, files["results.csv"]).encode(errors="backslashreplace")
+    for name, content in files.items():
+        storage.write_bytes(str(folder / name), content)
+    return [folder / name for name in files]
+
+
+def drawings_of(results: Results) -> dict[str, list[Drawing]]:
+    """Return {section of the page: its drawings}, without empty sections."""
+    candidates = {
+        "groups": [draw_groups(results)],
+        "differences": [draw_differences(results)],
+        "depth": [*draw_blocks(results), draw_branches(results), *draw_maps(results)],
+        "lr": [draw_rates(results)],
+        "curves": [draw_curves(results, key) for key in dict.fromkeys((results.sweep.goal, "train/loss"))],
+        "cost": [draw_cost(results, cost) for cost in COSTS],
+    }
+    drawn = {section: [each for each in drawings if each is not None] for section, drawings in candidates.items()}
+    return {section: drawings for section, drawings in drawn.items() if drawings}
+
+
+def table_of(sweep: SweepResult) -> str:
+    """Return every trial as CSV, the best first, with settings spelled as on the command line.
+
+    An absent setting is an empty cell.
+    """
+    trials = best_first(sweep.trials, Measure(sweep.goal, sweep.mode))
+    paths = list(dict.fromkeys(path for trial in trials for path in trial.settings))
+    rows: list[list[Any]] = [[*FIELDS[:4], *paths, *FIELDS[4:]]]
+    for trial in trials:
+        settings = [_spelled(trial.settings[path]) if path in trial.settings else "" for path in paths]
+        fields = ["" if (value := getattr(trial, field)) is None else value for field in FIELDS]
+        rows.append([*fields[:4], *settings, *fields[4:]])
+    return csv_text(rows)
+
+
+def _spelled(value: Any) -> str:
+    """A value as an override spells it."""
+    if not isinstance(value, str):
+        return json.dumps(value, default=str)
+    with suppress(ConfigError):
+        is_plain = value.isprintable() and not value.startswith(FORMULA_STARTS)
+        if is_plain and parse_yaml(value, "")[0] == value:
+            return value
+    return yaml.safe_dump(value, default_style='"', width=math.inf).rstrip("\n")
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def render(results: Results, pictures: Mapping[str, Sequence[Picture]], table_csv: bytes) -> str:
@@ -33,6 +139,8 @@ def render(results: Results, pictures: Mapping[str, Sequence[Picture]], table_cs
         "hours": hours_text(spent) if spent else None,
         "table_csv": table_csv,
     }
+    facts = {"recipe": sweep.recipe, "started": sweep.began, **sweep.circumstances}
+    origin = {"command": sweep.command, "facts": facts, "space": sweep.space_text}
     sections = [
         PageSection("groups", "Results over seeds", _groups(results, pictures.get("groups", ()))),
         PageSection("differences", "Differences", _differences(results, pictures.get("differences", ()))),
@@ -43,7 +151,7 @@ def render(results: Results, pictures: Mapping[str, Sequence[Picture]], table_cs
         PageSection("cost", "Cost", pictures.get("cost")),
         PageSection("trials", "All trials", _trials(results)),
         PageSection("unfinished", "Failed and stopped trials", _unfinished(results)),
-        PageSection("origin", "How to reproduce", _origin(results)),
+        PageSection("origin", "How to reproduce", origin),
     ]
     return render_page("sweep.html", values, sections)
 
@@ -202,9 +310,3 @@ def _unfinished(results: Results) -> list[tuple[TrialResult, str, bool]]:
         lines = [line for line in (trial.reason or "no reason was recorded").splitlines() if line.strip()]
         entries.append((trial, lines[-1] if lines else "", len(lines) > 1))
     return entries
-
-
-def _origin(results: Results) -> Mapping[str, Any]:
-    sweep = results.sweep
-    facts = {"recipe": sweep.recipe, "started": sweep.began, **sweep.circumstances}
-    return {"command": sweep.command, "facts": facts, "space": sweep.space_text}

@@ -14,7 +14,7 @@ from vitray.config.parsing import parse_overrides, read_tree, short
 from vitray.config.sweep import MOST_POINTS, Distribution, Grid, Nsga2, Random, Tpe, slug
 from vitray.config.validation import explain_error
 from vitray.errors import ConfigError, nearest
-from vitray.sweeps.expressions import names_in
+from vitray.sweeps.space.expressions import names_in
 from vitray.sweeps.space.points import (
     CHANGEABLE,
     LONGEST_NAME,

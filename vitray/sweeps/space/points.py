@@ -30,7 +30,7 @@ from vitray.config.sweep import (
 )
 from vitray.config.validation import sections_in
 from vitray.errors import ConfigError, nearest
-from vitray.sweeps.expressions import evaluate, names_in
+from vitray.sweeps.space.expressions import evaluate, names_in
 
 STAGES_DIR = "before"  # the folder of the stages in a sweep's folder
 LONGEST_NAME = 180  # bytes; storage allows 200, and a population adds ` continuation=12`
@@ -197,15 +197,12 @@ def _point(space: Space, drawn: dict[str, Any]) -> SweepPoint:
             settings |= _fill(distribution.cases[drawn[name]], drawn, space)
             shown[name] = drawn[name]
         elif not is_variable(name):
-            settings[name] = shown[name] = _value_of(name, drawn, space)
+            if distribution.lookup is not None:
+                value = look_up(distribution, drawn)
+            else:
+                value = drawn[name] if distribution.text is None else _fill(distribution.text, drawn, space)
+            settings[name] = shown[name] = value
     return SweepPoint(settings, drawn, shown, _stage_cases(space, settings, drawn))
-
-
-def _value_of(name: str, drawn: Mapping[str, Any], space: Space) -> Any:
-    distribution = space.space[name]
-    if distribution.lookup is not None:
-        return look_up(distribution, drawn)
-    return drawn[name] if distribution.text is None else _fill(distribution.text, drawn, space)
 
 
 def look_up(distribution: Distribution, drawn: Mapping[str, Any]) -> Any:

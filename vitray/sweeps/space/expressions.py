@@ -3,7 +3,7 @@
 import ast
 import operator
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -14,27 +14,18 @@ from vitray.errors import ConfigError
 LANGUAGE = "numbers, 'texts', lists, names, + - * / // %, comparisons, in, and, or, not"
 LONGEST, DEEPEST = 1000, 50  # characters and levels of an expression; evaluation recurses
 ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+ORDERINGS = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
 COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: lambda left, right: operator.lt(_ordered(left), _ordered(right)),
-    ast.LtE: lambda left, right: operator.le(_ordered(left), _ordered(right)),
-    ast.Gt: lambda left, right: operator.gt(_ordered(left), _ordered(right)),
-    ast.GtE: lambda left, right: operator.ge(_ordered(left), _ordered(right)),
-    ast.In: lambda part, whole: part in whole,
-    ast.NotIn: lambda part, whole: part not in whole,
-}
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, **ORDERINGS,
+    ast.In: lambda part, whole: part in whole, ast.NotIn: lambda part, whole: part not in whole,
+}  # fmt: skip
 ALLOWED_NODES = (
-    *(ast.Constant, ast.Name, ast.Load, ast.List, ast.Tuple, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not),
-    *(ast.USub, ast.BinOp, ast.Compare, *ARITHMETIC, *COMPARISONS),
-)
+    ast.Constant, ast.Name, ast.Load, ast.List, ast.Tuple, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub,
+    ast.BinOp, ast.Compare, *ARITHMETIC, *COMPARISONS,
+)  # fmt: skip
 
 
 def names_in(expression: str) -> frozenset[str]:
@@ -68,38 +59,47 @@ def _parsed(expression: str) -> ast.expr:
         if depth > DEEPEST:
             raise ConfigError(f"{short(expression)}: expected at most {DEEPEST} levels of operators and brackets")
     for node in ast.walk(tree):
-        legal = isinstance(node, ALLOWED_NODES)
-        if not legal or (isinstance(node, ast.Constant) and not isinstance(node.value, str | int | float | None)):
+        is_constant = isinstance(node, ast.Constant)
+        if not isinstance(node, ALLOWED_NODES) or (
+            is_constant and not isinstance(node.value, str | int | float | None)
+        ):
             got = type(node).__name__.lower()
             raise ConfigError(f"{short(expression)}: {got} is not part of the language, expected {LANGUAGE}")
-        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and abs(node.value) > MOST_NUMBER:
+        if is_constant and isinstance(node.value, int | float) and abs(node.value) > MOST_NUMBER:
             raise ConfigError(f"{short(expression)}: expected numbers of at most {MOST_NUMBER:g}")
     return tree
 
 
 def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
-    value_of = partial(_value, values=values)
     match node:
         case ast.Constant():
             return node.value
         case ast.Name():
             return values[node.id]
         case ast.List() | ast.Tuple():
-            return [value_of(item) for item in node.elts]
+            return [_value(item, values) for item in node.elts]
         case ast.BoolOp():
             join = all if isinstance(node.op, ast.And) else any
-            return join(_truth(value_of(part)) for part in node.values)
+            return join(_truth(_value(part, values)) for part in node.values)
         case ast.UnaryOp(op=ast.Not()):
-            return not _truth(value_of(node.operand))
+            return not _truth(_value(node.operand, values))
         case ast.UnaryOp():
-            return -_number(value_of(node.operand))
+            return -_number(_value(node.operand, values))
         case ast.BinOp():
-            return _number(ARITHMETIC[type(node.op)](_number(value_of(node.left)), _number(value_of(node.right))))
+            left, right = _number(_value(node.left, values)), _number(_value(node.right, values))
+            return _number(ARITHMETIC[type(node.op)](left, right))
         case ast.Compare():
-            sides = pairwise(value_of(side) for side in (node.left, *node.comparators))
-            return all(COMPARISONS[type(op)](*pair) for op, pair in zip(node.ops, sides, strict=True))
+            sides = pairwise(_value(side, values) for side in (node.left, *node.comparators))
+            return all(_compare(type(op), *pair) for op, pair in zip(node.ops, sides, strict=True))
         case _:
             raise AssertionError(f"{node} is part of the language but not handled")
+
+
+def _compare(kind: type[ast.cmpop], left: Any, right: Any) -> bool:
+    for value in (left, right):
+        if kind in ORDERINGS and isinstance(value, bool | list):
+            raise TypeError(f"{short(value)} is neither a number nor a text")
+    return COMPARISONS[kind](left, right)
 
 
 def _number(value: Any) -> int | float:
@@ -108,12 +108,6 @@ def _number(value: Any) -> int | float:
         raise TypeError(f"{short(value)} is not a number")
     if not -MOST_NUMBER <= value <= MOST_NUMBER:
         raise ArithmeticError(f"a number is beyond {MOST_NUMBER:g}")
-    return value
-
-
-def _ordered(value: Any) -> Any:
-    if isinstance(value, bool | list):
-        raise TypeError(f"{short(value)} is neither a number nor a text")
     return value
 
 
