@@ -12,8 +12,8 @@ from torch import nn
 
 from vitray.config import Model, Run, load_run
 from vitray.config.augmentation import Normalize
-from vitray.config.torchvision_names import NETWORKS, check_size
-from vitray.config.training import Finetune
+from vitray.config.classification import Finetune
+from vitray.config.model_names import NETWORKS, check_size
 from vitray.errors import ConfigError
 from vitray.exports.folding import fold
 from vitray.exports.graphs import trace_program, write_onnx

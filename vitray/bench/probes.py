@@ -15,7 +15,7 @@ import torch
 from vitray.bench.rounds import circumstances, ratio_of, rotated, spread_of, write_csv, write_record
 from vitray.bench.train import TrainSettings, random_batch, recipe, training_step
 from vitray.cluster import session
-from vitray.config.probes import training_probes
+from vitray.config.evaluation import training_probes
 from vitray.data.shards import Dataset, read_request, write_dataset
 from vitray.errors import ConfigError, RunError
 from vitray.runs.ray_host import RayJob, RayStart, start_probe_actor, unfinished

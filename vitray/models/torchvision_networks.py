@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from vitray.config import Model
-from vitray.config.model_names import axial_resnet
-from vitray.config.torchvision_names import PREFIX
-from vitray.config.training import Part
+from vitray.config.classification import Part
+from vitray.config.model_names import PREFIX, axial_resnet
 from vitray.models.axial_resnet import AxialResNet
 from vitray.models.products import Products
 from vitray.models.sizes import Sizes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.config.training import Finetune
+from vitray.config.classification import Finetune
 from vitray.errors import ConfigError
 from vitray.models.network import build_network
 from vitray.models.tokenizer import VisualTokenizer

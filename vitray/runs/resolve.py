@@ -9,9 +9,9 @@ import numpy as np
 from vitray.cluster import session
 from vitray.cluster.storage_check import check_readable, check_writable
 from vitray.config import Run
+from vitray.config.classification import Finetune
+from vitray.config.evaluation import PROBE_TRAITS
 from vitray.config.pretraining import Beit, Masked
-from vitray.config.probes import PROBE_TRAITS
-from vitray.config.training import Finetune
 from vitray.data.shards import holdout_mask, open_dataset
 from vitray.data.shards.checking import check_sizes
 from vitray.data.shards.manifest import MANIFEST, Dataset

@@ -3,8 +3,8 @@
 from typing import assert_never
 
 from vitray.config import Run
+from vitray.config.classification import Finetune, Supervised
 from vitray.config.pretraining import Masked, Tokenizer
-from vitray.config.training import Finetune, Supervised
 from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tasks.distillation import Teacher

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitray.config.augmentation import Normalize
-from vitray.config.distillation import Distillation
+from vitray.config.classification import Distillation
 from vitray.models.network import AnyNetwork
 
 

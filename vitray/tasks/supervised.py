@@ -6,7 +6,7 @@ Shapes: B images, S images of both submodels, C colors, H x W pixels, K classes.
 from torch import Tensor, nn
 
 from vitray.config import Run
-from vitray.config.training import Finetune, Supervised
+from vitray.config.classification import Finetune, Supervised
 from vitray.models.network import build_network
 from vitray.models.products import Products
 from vitray.models.vit import TwoHeads, ViT

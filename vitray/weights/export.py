@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vitray.config import Model
-from vitray.config.model_names import WIDTHS, width_key
-from vitray.config.torchvision_names import PREFIX, is_torchvision
+from vitray.config.model_names import PREFIX, WIDTHS, is_torchvision, width_key
 from vitray.errors import ConfigError
 from vitray.models.network import AnyNetwork
 from vitray.models.stems import ChannelNorm

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vitray.config import Model, Run
+from vitray.config.classification import Finetune
 from vitray.config.pretraining import Beit
-from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.models.network import AnyNetwork, build_network
 from vitray.models.tokenizer import VisualTokenizer

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from vitray.config import Run
 from vitray.config.augmentation import Normalize
-from vitray.config.distillation import Distillation
+from vitray.config.classification import Distillation
 from vitray.errors import ConfigError, nearest
 from vitray.models.network import AnyNetwork
 from vitray.models.products import Products

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vitray.config.figures import NEEDS
+from vitray.config.evaluation import NEEDS
 from vitray.data.augment.decode import UndecodableImage
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.inference.actors import Span, actor_session, chunks_on_actors, needs_actors
