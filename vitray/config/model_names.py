@@ -200,8 +200,8 @@ def _known_width(key: str) -> Width:
 
 # ---- torchvision -----------------------------------------------------------------------------------------------------
 
-PREFIX = "torchvision/"
-NETWORKS = (
+TORCHVISION = "torchvision/"
+TORCHVISION_NETWORKS = (
     "alexnet", "convnext_base", "convnext_large", "convnext_small", "convnext_tiny", "densenet121",
     "densenet161", "densenet169", "densenet201", "efficientnet_b0", "efficientnet_b1", "efficientnet_b2",
     "efficientnet_b3", "efficientnet_b4", "efficientnet_b5", "efficientnet_b6", "efficientnet_b7",
@@ -220,33 +220,33 @@ NETWORKS = (
 
 def is_torchvision(name: str) -> bool:
     """Whether a model name is one of torchvision's."""
-    return name.startswith(PREFIX)
+    return name.startswith(TORCHVISION)
 
 
 def check_torchvision(name: str) -> str:
     """Return the name of a network of torchvision; refuse any other."""
-    network = name.removeprefix(PREFIX)
-    if network not in NETWORKS:
+    network = name.removeprefix(TORCHVISION)
+    if network not in TORCHVISION_NETWORKS:
         raise ValueError(
             f"model name {cut_middle(repr(name), 80)}: torchvision has no classification network {network[:80]!r}"
-            f"{nearest(network, NETWORKS)}; expected one of its names, as in torchvision/resnet50"
+            f"{nearest(network, TORCHVISION_NETWORKS)}; expected one of its names, as in torchvision/resnet50"
         )
     return name
 
 
 def check_size(name: str, height: int, width: int) -> None:
     """Refuse images of a size that a network of torchvision, or an AxialResNet, cannot take."""
-    network = name.removeprefix(PREFIX)
-    side, is_square = _step(network)
+    network = name.removeprefix(TORCHVISION)
+    side, is_square = _side_multiple(network)
     if height % side or width % side or (is_square and height != width):
         shape = "square, with a side of" if is_square else "sides of"
         multiple = f" a multiple of {side}" if side > 1 else ""
         raise ValueError(f"image_size {height} x {width} does not fit {name}; expected {shape}{multiple} pixels")
-    if min(height, width) < (least := _least(network)):
+    if min(height, width) < (least := _smallest_side(network)):
         raise ValueError(f"image_size {height} x {width} is too small for {name}; expected at least {least} pixels")
 
 
-def _step(network: str) -> tuple[int, bool]:
+def _side_multiple(network: str) -> tuple[int, bool]:
     """The number that the sides divide by, and whether images are square."""
     match network.split("_"):
         case ["vit", _, patch]:
@@ -259,7 +259,7 @@ def _step(network: str) -> tuple[int, bool]:
             return 1, False
 
 
-def _least(network: str) -> int:
+def _smallest_side(network: str) -> int:
     """The least side in pixels."""
     families = {"alexnet": 63, "convnext": 32, "densenet": 29, "googlenet": 15, "inception": 75, "swin": 4}
     families |= {"squeezenet": 21, "vgg": 32}

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vitray.config import Model
-from vitray.config.model_names import PREFIX, WIDTHS, is_torchvision, width_key
+from vitray.config.model_names import TORCHVISION, WIDTHS, is_torchvision, width_key
 from vitray.errors import ConfigError
 from vitray.models.network import AnyNetwork
 from vitray.models.stems import ChannelNorm
@@ -151,7 +151,7 @@ def _program(library: str, network: str) -> str:
 def _torchvision_arguments(model: Model) -> str:
     arguments = {"weights": None, "num_classes": model.num_classes, **constructor_settings(model)}
     named = [f"{name}={value!r}" for name, value in arguments.items()]
-    return ", ".join([repr(model.name.removeprefix(PREFIX)), *named])
+    return ", ".join([repr(model.name.removeprefix(TORCHVISION)), *named])
 
 
 def _timm_program(vit: AnyNetwork) -> str:
