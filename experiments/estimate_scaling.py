@@ -3,9 +3,8 @@
 import numpy as np
 
 from vitray.data.shards.options import ShardSettings
-from vitray.data.shards.plan import GROUP_BYTES
-from vitray.data.stream.epoch_order import EpochOrder
-from vitray.data.stream.pieces import Cut
+from vitray.data.shards.writing import GROUP_BYTES
+from vitray.data.stream.epoch_order import Cut, EpochOrder
 from vitray.data.stream.stream import PIECES_AT_ONCE
 
 # ImageNet, and a cluster of 8 nodes with 8 GPUs.

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray.config.figures import NEEDS
+from vitray.config.evaluation import NEEDS
 from vitray.system import storage
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from pipelines.__main__ import FILES, VERBS, run_verb
 from vitray.cluster import job_package, jobs
 from vitray.errors import ConfigError, nearest
-from vitray.system.commit import commit_variables
+from vitray.system.host_facts import commit_variables
 
 LOCAL_VERBS = {"demo", "submit", "jobs", "stop", "ui"}
 

@@ -17,8 +17,8 @@ from pipelines.__main__ import main
 from vitray import load_deltas
 from vitray.bench.finetune import recipe as bench_recipe
 from vitray.config import Model, Run
-from vitray.config.finetuning import Lora
-from vitray.config.training import Ema, Finetune
+from vitray.config.classification import Finetune, Lora
+from vitray.config.training import Ema
 from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
 from vitray.exports.folding import fold

@@ -159,7 +159,7 @@ def test_a_run_starts_where_the_dashboard_admits_the_head_alone(monkeypatch):
 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr(session, "check_reachable", lambda *_: None)
-    monkeypatch.setattr(session, "remove_stale_groups", refused)
+    monkeypatch.setattr(session, "remove_abandoned_groups", refused)
     monkeypatch.setattr(ray, "init", lambda **_: SimpleNamespace(dashboard_url="127.0.0.1:8265"))
     assert session._connect_or_start(None, None, Path()) is True
 
@@ -325,7 +325,7 @@ def test_a_job_releases_its_own_placement_groups(ray_cluster):
 
     detached, own = request_group(lifetime="detached", name="kept"), request_group()
     assert {detached, own} <= groups()
-    session.remove_stale_groups()  # removes only the groups of ended jobs
+    session.remove_abandoned_groups({})  # removes only the groups of ended jobs
     assert {detached, own} <= groups()
 
     class Trial:  # its name in Ray has this function's, as those of Tune's classes have tune.with_resources
@@ -363,10 +363,10 @@ def test_groups_of_an_ended_job_are_removed_unless_a_detached_actor_lives(ray_cl
     monkeypatch.setattr(state, "list_jobs", lambda **_: [SimpleNamespace(job_id=job, status="SUCCEEDED")])
     actors = [SimpleNamespace(job_id=job, class_name="Server")]
     monkeypatch.setattr(state, "list_actors", lambda **_: actors)
-    session.remove_stale_groups()
+    session.remove_abandoned_groups({})
     assert group in groups()
     actors[:] = [SimpleNamespace(job_id=job, class_name=name) for name in session.RAY_LIBRARY_ACTORS]
-    session.remove_stale_groups()
+    session.remove_abandoned_groups({})
     assert group not in groups()
 
 
@@ -389,15 +389,17 @@ def test_groups_of_failed_starts_are_removed(ray_cluster):
         ray.get([actor.__ray_ready__.remote() for actor in actors[name]])
     ray.kill(actors["broken"][0])
     deadline = time.monotonic() + 60
-    while ids["broken"] not in (looks := session.remove_broken_groups({})) and time.monotonic() < deadline:
+    looks: dict[str, int] = {}
+    while ids["broken"] not in looks and time.monotonic() < deadline:
+        looks = session.remove_abandoned_groups({}, own_starts=True)
         time.sleep(0.1)
     assert groups() & set(ids.values()) == set(ids.values())
-    looks = session.remove_broken_groups(looks)
+    looks = session.remove_abandoned_groups(looks, own_starts=True)
     assert groups() & set(ids.values()) == {ids["running"], ids["starting"]}
     for _ in range(session.CHECKS_WITHOUT_ACTOR - 3):
-        looks = session.remove_broken_groups(looks)
+        looks = session.remove_abandoned_groups(looks, own_starts=True)
     assert groups() & set(ids.values()) == {ids["running"], ids["starting"]}
-    session.remove_broken_groups(looks)
+    session.remove_abandoned_groups(looks, own_starts=True)
     assert groups() & set(ids.values()) == {ids["running"]}
     ray.util.remove_placement_group(ray.util.get_placement_group("running"))
 
@@ -405,7 +407,8 @@ def test_groups_of_failed_starts_are_removed(ray_cluster):
 def test_cleanup_repeats_after_a_failure(monkeypatch):
     is_third, looks = threading.Event(), []
 
-    def remove(before):
+    def remove(before, *, own_starts):
+        assert own_starts
         looks.append(before)
         if len(looks) == 3:
             is_third.set()
@@ -413,9 +416,8 @@ def test_cleanup_repeats_after_a_failure(monkeypatch):
             raise ConnectionError("the dashboard is busy")
         return {f"group {len(looks)}": 1}
 
-    monkeypatch.setattr(session, "START_CLEANUP_INTERVAL", 0.01)
-    monkeypatch.setattr(session, "remove_broken_groups", remove)
-    with session.failed_starts_released():
+    monkeypatch.setattr(session, "remove_abandoned_groups", remove)
+    with session.abandoned_groups_removed(0.01, own_starts=True):
         assert is_third.wait(60)
     assert looks[:3] == [{}, {}, {"group 2": 1}]
 
@@ -425,7 +427,7 @@ def test_an_interrupted_block_does_not_wait_for_its_cleanup(monkeypatch, is_inte
     joined = []
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         patch.setattr(threading.Thread, "join", lambda thread, _: joined.append(thread.name))
-        with session.failed_starts_released():
+        with session.abandoned_groups_removed(10):
             if is_interrupted:
                 raise KeyboardInterrupt
     assert joined == ([] if is_interrupted else ["cleanup"])
@@ -437,7 +439,7 @@ def test_a_late_cleanup_starts_no_ray(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("it started a Ray"))
     with pytest.raises(ConnectionError, match="the connection to Ray has ended"):
-        session.remove_stale_groups()
+        session.remove_abandoned_groups({})
 
 
 @pytest.mark.ray

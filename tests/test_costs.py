@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitray.config import Run, load_run
 from vitray.config.augmentation import Normalize
-from vitray.config.finetuning import Mode
+from vitray.config.classification import Mode
 from vitray.config.pretraining import Masked, Tokenizer
 from vitray.data.augment.masks import draw_sources
 from vitray.models.network import build_network

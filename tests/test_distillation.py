@@ -14,7 +14,7 @@ from transformers import DeiTConfig, DeiTForImageClassificationWithTeacher
 
 from vitray.config import Model, Run, load_run
 from vitray.config.augmentation import Normalize
-from vitray.config.distillation import Distillation
+from vitray.config.classification import Distillation
 from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
 from vitray.models.torchvision_networks import TorchvisionNetwork, torchvision_sizes

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitray.config import Model, Run
-from vitray.config.finetuning import TRAINED, Part
+from vitray.config.classification import TRAINED, Finetune, Part
 from vitray.config.model_names import STEMS
-from vitray.config.training import Ema, Finetune, Optim
+from vitray.config.training import Ema, Optim
 from vitray.errors import ConfigError
 from vitray.models.positions import resample
 from vitray.models.sizes import sizes_of

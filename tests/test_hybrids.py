@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vitray.config import Model, load_run
+from vitray.config.classification import Finetune
 from vitray.config.model_names import parse_name
 from vitray.config.stems import RESNETS, resnet_layers
-from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.inspection.filters import effective_stem
 from vitray.models.counts import count, diagram

@@ -18,8 +18,8 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from vitray.config import load_run
 from vitray.config.augmentation import Normalize
+from vitray.config.classification import Finetune
 from vitray.config.model_names import WIDTHS
-from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.weights import identity_of, import_weights
 from vitray.weights.convert import import_state

@@ -15,7 +15,7 @@ from torchvision.models.swin_transformer import SwinTransformer
 from transformers import ViTImageProcessor
 
 from pipelines.__main__ import main
-from vitray.config.figures import NEEDS
+from vitray.config.evaluation import NEEDS
 from vitray.inspection import attention_distances, attention_maps
 from vitray.inspection.report.inspect_networks import Request, make_figures
 from vitray.weights import import_weights, save_model

@@ -18,7 +18,7 @@ from test_report import measured_page
 
 from pipelines.__main__ import main
 from vitray import Model, Run, ViT, inspect, save_model
-from vitray.config.figures import NEEDS, FigureNeeds
+from vitray.config.evaluation import NEEDS, FigureNeeds
 from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
 from vitray.inspection.report import figures, inspect_networks

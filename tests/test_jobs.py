@@ -30,7 +30,7 @@ from vitray.cluster.job_package import (
 from vitray.cluster.storage_check import check_outlives_job
 from vitray.errors import ConfigError
 from vitray.system import host_facts
-from vitray.system.commit import commit_facts, commit_variables
+from vitray.system.host_facts import commit_facts, commit_variables
 from vitray.system.mlflow_client import tracking_uri
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 # A module imports only from lower floors. A package stands for its modules, except those listed separately.
 FLOORS = (
-    {"vitray.errors", "vitray.system.scratch", "vitray.system.commit", "vitray.cluster.local_ray"},
+    {"vitray.errors", "vitray.system.scratch", "vitray.cluster.local_ray"},
     {"vitray.config", "vitray.system.storage", "vitray.pages.plotting", "vitray.cluster.session"},
     {"vitray.models", "vitray.pages", "vitray.data.augment", "vitray.system"},
     {"vitray.weights", "vitray.cluster"},
@@ -45,12 +45,11 @@ DOORS = {
     "ray.autoscaler": {"vitray.cluster.launch"},
     "optuna": {"vitray.sweeps"},
     "jinja2": {"vitray.pages"},
-    "boto3": {"vitray.system.storage", "vitray.cluster.storage_check", "vitray.cluster.aws_account"},
+    "boto3": {"vitray.system.storage", "vitray.cluster.storage_check", "vitray.cluster.launch"},
     "botocore": {
         "vitray.system.storage",
         "vitray.cluster.storage_check",
         "vitray.cluster.launch",
-        "vitray.cluster.aws_account",
     },
     "pyarrow.fs": {"vitray.system.storage"},
     "matplotlib": {

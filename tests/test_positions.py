@@ -8,7 +8,7 @@ import torchvision
 from timm.layers import resample_abs_pos_embed
 
 from vitray.config import Learned, NoPositions, SinCos2d, load_run
-from vitray.config.training import Finetune
+from vitray.config.classification import Finetune
 from vitray.models.positions import RESAMPLE, Positions, resample, sincos2d
 from vitray.models.vit import ViT
 from vitray.weights import save_model

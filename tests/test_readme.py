@@ -14,8 +14,8 @@ from pipelines import recipes
 from pipelines.__main__ import VERBS, main
 from vitray.cluster import session
 from vitray.config import Model, Run, load_run
+from vitray.config.classification import Supervised
 from vitray.config.parsing import parse_overrides
-from vitray.config.training import Supervised
 from vitray.data.shards import read_request, write_dataset
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

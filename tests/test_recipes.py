@@ -40,8 +40,8 @@ from test_layers import ROOT
 
 from pipelines import recipes
 from vitray.config import Run, load_run
+from vitray.config.model_names import is_torchvision
 from vitray.config.pretraining import Masked, Tokenizer
-from vitray.config.torchvision_names import is_torchvision
 from vitray.data.augment.crops import augment_image
 from vitray.data.augment.keyed_random import generator
 from vitray.data.augment.masks import draw_sources

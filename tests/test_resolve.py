@@ -55,7 +55,7 @@ def test_the_number_of_classes_comes_from_the_dataset(dataset):
         (["optim.batch=15", "data.mix.mixup=0.8"], ["optim.batch: got 15, expected an even number"]),
         (
             ["optim.batch=4", "compute.workers=2..8"],
-            ["compute.workers: got 2..8, expected at most 4, so that optim.batch 4 has an image for each"],
+            ["optim.batch: got 4, expected at least an image for each of 8 workers, or fewer compute.workers"],
         ),
         (
             ["optim.batch=9", "compute.workers=1..2", "compute.local_batch=1"],

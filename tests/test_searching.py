@@ -19,8 +19,7 @@ from ray.tune.search import Searcher
 from pipelines import recipes
 from vitray.config import load_run
 from vitray.config.parsing import dump_yaml, parse_yaml
-from vitray.config.sweep import Asha, Goal, Scheduler, Search
-from vitray.config.traits import SchedulerTraits, SearchTraits
+from vitray.config.sweep import Asha, Goal, Scheduler, SchedulerTraits, Search, SearchTraits
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.models.sizes import sizes_of

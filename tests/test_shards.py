@@ -30,10 +30,9 @@ from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
 from vitray.data.shards import ShardSettings, inspection, open_dataset, read_request, write_dataset, writing
 from vitray.data.shards.demo import CLASSES, demo_item
 from vitray.data.shards.inspection import image_stats
-from vitray.data.shards.plan import find_duplicates
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.data.shards.sources import Listing, detect_source, list_source, read_items
-from vitray.data.shards.writing import _check_indexable, select_classes
+from vitray.data.shards.writing import _check_indexable, find_duplicates, select_classes
 from vitray.errors import ConfigError, OwnershipLost
 from vitray.inference.images import open_images
 from vitray.models.network import build_network

@@ -14,8 +14,8 @@ from networks import scrambled
 from torch import nn
 
 from vitray.config import Model, Run, load_run
+from vitray.config.classification import Finetune
 from vitray.config.model_names import STEMS, parse_name
-from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.inference.models import describe_network
 from vitray.models.stems import Stem, synchronize_norms

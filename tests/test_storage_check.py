@@ -66,7 +66,11 @@ def test_usable_storage_is_left_unchanged(destination, s3_server, tmp_path):
             {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None},
             "no credentials found; expected AWS_ACCESS_KEY_ID",
         ),
-        ("s3://bucket/runs", {"AWS_ACCESS_KEY_ID": SECRET, "AWS_SECRET_ACCESS_KEY": None}, "half of the credentials"),
+        (
+            "s3://bucket/runs",
+            {"AWS_ACCESS_KEY_ID": SECRET, "AWS_SECRET_ACCESS_KEY": None},
+            r"credentials cannot be used \(Partial credentials found",
+        ),
         ("s3://bucket/runs", {"AWS_PROFILE": "mistyped"}, "expected AWS_PROFILE to be one of"),
         ("s3://bucket/runs", {"AWS_ENDPOINT_URL": "nonsense"}, "not an endpoint; expected http"),
         ("s3://bucket/runs", {"AWS_ENDPOINT_URL": f"http://me:{SECRET}@127.0.0.1:9"}, "has a password in it"),

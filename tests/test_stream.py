@@ -38,8 +38,7 @@ from vitray.data.stream import stream as stream_module
 from vitray.data.stream.batches import HostBatch, Share, StreamSpec
 from vitray.data.stream.cache import decoded_split, forget_decoded
 from vitray.data.stream.decoding import decode_positions, locate_rows, read_rows
-from vitray.data.stream.epoch_order import DEAL, LANES, REGION, EpochOrder, positions_of, ranks_of
-from vitray.data.stream.pieces import Cut
+from vitray.data.stream.epoch_order import DEAL, LANES, REGION, Cut, EpochOrder, positions_of, ranks_of
 from vitray.data.stream.preview import sample_sheet
 from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError
@@ -903,12 +902,12 @@ def test_a_shard_is_read_whole_once_on_a_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(hashlib, "file_digest", lambda file, name: read.append(file.name) or digest(file, name))
     rows = locate_rows(dataset, "train")
     for _ in range(2):
-        checking._check_content.cache_clear()  # as in another process
+        checking.check_shard.cache_clear()  # as in another process
         read_rows(np.arange(40), rows)
     assert read == rows.addresses
     shard = Path(rows.addresses[0])
     shard.write_bytes(shard.read_bytes())  # the same bytes, in a file that has changed
-    checking._check_content.cache_clear()
+    checking.check_shard.cache_clear()
     read_rows(np.arange(40), rows)
     assert read == [*rows.addresses, rows.addresses[0]]
 

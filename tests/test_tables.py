@@ -10,9 +10,9 @@ from test_layers import ROOT
 
 from pipelines.__main__ import main
 from vitray.config import Model, load_run
-from vitray.config.losses import LOSS_TRAITS, LossTraits
+from vitray.config.classification import LOSS_TRAITS, LossTraits
+from vitray.config.evaluation import PROBE_TRAITS, ProbeTraits, feature_probes, training_probes
 from vitray.config.model_names import parse_name
-from vitray.config.probes import PROBE_TRAITS, ProbeTraits, feature_probes, training_probes
 from vitray.config.stems import RESNETS, STEMS, Convolution, StemTraits
 from vitray.errors import ConfigError
 from vitray.evaluation.evaluate import Request, compute_evaluation

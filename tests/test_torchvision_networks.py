@@ -12,8 +12,8 @@ from torch import nn
 
 from vitray.config import Model, Run, load_run
 from vitray.config.augmentation import Normalize
-from vitray.config.torchvision_names import NETWORKS, check_size
-from vitray.config.training import Finetune
+from vitray.config.classification import Finetune
+from vitray.config.model_names import TORCHVISION_NETWORKS, check_size
 from vitray.errors import ConfigError
 from vitray.exports.folding import fold
 from vitray.exports.graphs import trace_program, write_onnx
@@ -50,7 +50,7 @@ def images(count=2, side=64) -> torch.Tensor:
 
 
 def test_names_are_those_of_torchvision():
-    assert list(NETWORKS) == torchvision.models.list_models(torchvision.models)
+    assert list(TORCHVISION_NETWORKS) == torchvision.models.list_models(torchvision.models)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -85,7 +85,7 @@ def test_counts_are_those_that_torchvision_prints(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", TORCHVISION_NETWORKS)
 def test_counts_of_every_network_are_those_that_torchvision_prints(name):
     check_counts(name)
 
@@ -100,7 +100,7 @@ def test_the_diagram_lists_the_parts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", TORCHVISION_NETWORKS)
 def test_the_least_image_of_every_network_is_taken(name):
     def fits(side: int) -> bool:
         try:
@@ -222,7 +222,7 @@ def test_all_matrices_of_a_vit_of_torchvision_decay():
     assert names == {name for name, parameter in task.named_parameters() if parameter.ndim > 1} - tables
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", TORCHVISION_NETWORKS)
 def test_published_weights_are_read_with_their_normalization(name):
     published = torchvision.models.get_model_weights(name).DEFAULT.transforms()
     wanted = Normalize(mean=tuple(published.mean), std=tuple(published.std))

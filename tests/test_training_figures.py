@@ -10,7 +10,7 @@ from networks import scrambled
 from PIL import Image
 
 from vitray.config import load_run
-from vitray.config.figures import FEWEST_COMPARED, NEEDS
+from vitray.config.evaluation import FEWEST_COMPARED, NEEDS
 from vitray.data.shards import holdout_mask
 from vitray.errors import ConfigError
 from vitray.inspection.report.inspect_networks import Request, make_figures

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import tune_spaces
 from pipelines import recipes
 from vitray.config import Model, Run, load_run
-from vitray.config.finetuning import TRAINED
-from vitray.config.training import Finetune, Optim
+from vitray.config.classification import TRAINED, Finetune
+from vitray.config.training import Optim
 from vitray.data.augment.masks import HIDDEN, draw_sources
 from vitray.errors import ConfigError
 from vitray.inspection import attention_distances, attention_maps, compare_branches, position_similarity, token_norms

@@ -26,7 +26,7 @@ from vitray.errors import ConfigError, RunError
 from vitray.runs.placement import await_nodes, place_workers
 from vitray.runs.ray_host import ENVIRONMENT, RayStart
 from vitray.system.timing import circumstances, in_rounds, ratio_of, spread_of
-from vitray.tasks.distillation import Teacher
+from vitray.tasks.supervised import Teacher
 from vitray.training.data import own_broadcast, training_spec, with_masks
 from vitray.training.learner import build_learner, wrap_model
 from vitray.training.loop import all_reduce_max, take_step

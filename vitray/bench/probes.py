@@ -17,7 +17,7 @@ from vitray.bench.results import Results
 from vitray.bench.train import mode_text, random_batch, recipe, training_step
 from vitray.cluster import session
 from vitray.config import Run
-from vitray.config.probes import training_probes
+from vitray.config.evaluation import training_probes
 from vitray.data.shards import Dataset, read_request, write_dataset
 from vitray.errors import ConfigError, RunError
 from vitray.runs.ray_host import RayJob, RayStart, start_probe_actor, unfinished

@@ -14,7 +14,7 @@ import time
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ def ray_session(
                 signal.signal(signal.SIGTERM, end)  # Ray's own handler aborts
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         # Other jobs may end while this one waits for their resources.
-        with _repeated(remove_stale_groups, CLEANUP_INTERVAL) if is_listable else nullcontext():
+        with abandoned_groups_removed(CLEANUP_INTERVAL) if is_listable else nullcontext():
             yield
         if local_ray.is_running() and (keep or not is_new):
             _kept = ending.pop_all()
@@ -182,80 +182,58 @@ def _end_kept() -> None:
         ending.close()
 
 
-def remove_stale_groups() -> None:
-    """Remove the placement groups of ended jobs.
+def remove_abandoned_groups(before: Mapping[str, int], *, own_starts: bool = False) -> dict[str, int]:
+    """Remove placement groups that keep CPUs for nobody; return {group: checks in a row}, for the next call.
 
-    Ray does so when a job ends, but still creates a group that was requested at that moment, which then keeps its CPUs.
-    """
-    from ray.util.state import list_actors, list_jobs
+    Of ended jobs: Ray removes them when a job ends, but still creates a group that was requested at that moment.
 
-    jobs: Any = list_jobs(**_list_options())
-    actors: Any = list_actors(filters=[("state", "!=", "DEAD")], **_list_options())
-    ended = {job.job_id for job in jobs if job.status in ("SUCCEEDED", "FAILED", "STOPPED")}
-    # A detached actor keeps the groups that it requested.
-    ended -= {actor.job_id for actor in actors if actor.class_name not in RAY_LIBRARY_ACTORS}
-    _remove_groups(lambda group: group.creator_job_id in ended and not group.is_detached)
-
-
-def failed_starts_released() -> AbstractContextManager[None]:
-    """Release, during a block, the CPUs that failed starts of this job's workers still hold.
-
-    If a worker dies while its group starts, Ray Train starts another group and forgets the placement group of the
-    first, with its other workers. A group whose start times out may even be left without a worker. The next start, or
-    the decoding of images, would wait for those CPUs.
-    """
-    broken_checks: dict[str, int] = {}
-
-    def release() -> None:
-        nonlocal broken_checks
-        broken_checks = remove_broken_groups(broken_checks)
-
-    return _repeated(release, START_CLEANUP_INTERVAL)
-
-
-def remove_broken_groups(before: Mapping[str, int]) -> dict[str, int]:
-    """Remove this job's placement groups that were broken in several consecutive checks.
-
-    Return {group: consecutive broken checks}, for the next call. A group with a dead worker is removed at the second
-    check: Ray Train never replaces a single worker, and removes such a group itself if it has not forgotten it. A group
-    without an actor is removed later, as it may be starting.
+    With `own_starts`, of failed starts of this job's workers: if a worker dies while its group starts, Ray Train starts
+    another group and forgets the placement group of the first, with its other workers. A group with a dead worker is
+    removed at the second check: Ray Train never replaces a single worker, and removes such a group itself if it has not
+    forgotten it. One without an actor, as a start that times out may leave, is removed later, as it may be starting.
     """
     import ray
-    from ray.util.state import list_actors
+    from ray.util.state import list_actors, list_jobs
 
-    job = ray.get_runtime_context().get_job_id()
+    options = _list_options()
+    jobs: Any = list_jobs(**options)
+    alive: Any = list_actors(filters=[("state", "!=", "DEAD")], detail=own_starts, **options)
+    ended = {job.job_id for job in jobs if job.status in ("SUCCEEDED", "FAILED", "STOPPED")}
+    # A detached actor keeps the groups that it requested.
+    ended -= {actor.job_id for actor in alive if actor.class_name not in RAY_LIBRARY_ACTORS}
+    own, used, failed, checks = None, set(), set(), {}
+    if own_starts:
+        own = ray.get_runtime_context().get_job_id()
+        filters: Any = [("job_id", "=", own), ("class_name", "=", TRAIN_WORKER), ("state", "=", "DEAD")]
+        dead: Any = list_actors(filters=filters, detail=True, **options)
+        used, failed = ({actor.placement_group_id for actor in actors} for actors in (alive, dead))
 
-    def groups_with(*filters: tuple[str, str, str]) -> set[Any]:
-        actors: Any = list_actors(filters=[("job_id", "=", job), *filters], detail=True, **_list_options())
-        return {actor.placement_group_id for actor in actors}
-
-    failed = groups_with(("class_name", "=", TRAIN_WORKER), ("state", "=", "DEAD"))
-    used = groups_with(("state", "!=", "DEAD"))
-    broken_checks: dict[str, int] = {}
-
-    def is_removed(group: Any) -> bool:
+    def is_abandoned(group: Any) -> bool:
         place = group.placement_group_id
-        if group.creator_job_id != job or group.is_detached or (place in used and place not in failed):
+        if group.creator_job_id in ended:
+            return True
+        if group.creator_job_id != own or (place in used and place not in failed):
             return False
-        broken_checks[place] = before.get(place, 0) + 1
-        return broken_checks[place] >= (CHECKS_WITH_DEAD_WORKER if place in failed else CHECKS_WITHOUT_ACTOR)
+        checks[place] = before.get(place, 0) + 1
+        return checks[place] >= (CHECKS_WITH_DEAD_WORKER if place in failed else CHECKS_WITHOUT_ACTOR)
 
-    _remove_groups(is_removed)
-    return broken_checks
+    _remove_groups(is_abandoned)
+    return checks
 
 
 @contextmanager
-def _repeated(clean_up: Callable[[], None], interval: float) -> Iterator[None]:
-    """Repeat a function in a thread during a block; its errors are ignored, as the dashboard may be busy or away.
+def abandoned_groups_removed(interval: float, *, own_starts: bool = False) -> Iterator[None]:
+    """Repeat `remove_abandoned_groups` during a block; its errors are ignored: the dashboard may be busy or away.
 
     After an exception the block does not wait for a call that still runs: an interrupted job has only seconds.
     """
     ended = threading.Event()
 
     def work() -> None:
+        checks: dict[str, int] = {}
         while not ended.wait(interval):
             with suppress(Exception):
-                clean_up()
+                checks = remove_abandoned_groups(checks, own_starts=own_starts)
 
     thread = threading.Thread(target=work, name="cleanup", daemon=True)
     thread.start()
@@ -283,11 +261,11 @@ def release_resources(actor_class: str) -> None:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.5)
-        _remove_groups(lambda group: group.creator_job_id == job and not group.is_detached, QUICK_LISTING_SECONDS)
+        _remove_groups(lambda group: group.creator_job_id == job, QUICK_LISTING_SECONDS)
 
 
 def _remove_groups(is_removed: Callable[[Any], bool], timeout: int = 30) -> None:
-    """Remove the placement groups for which a function of Ray's listing is true."""
+    """Remove the placement groups for which a function of Ray's listing is true, detached ones aside."""
     import ray
     from ray.util.placement_group import PlacementGroup, remove_placement_group
     from ray.util.state import list_placement_groups
@@ -295,7 +273,9 @@ def _remove_groups(is_removed: Callable[[Any], bool], timeout: int = 30) -> None
     groups: Any = list_placement_groups(
         filters=[("state", "!=", "REMOVED")], detail=True, timeout=timeout, **_list_options()
     )
-    for group in filter(is_removed, groups):
+    for group in groups:
+        if group.is_detached or not is_removed(group):
+            continue
         if not ray.is_initialized():  # a late call would start another Ray
             return
         remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group.placement_group_id)))
@@ -400,7 +380,7 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None, folder: 
             ) from None
         if has_dashboard:
             with suppress(Exception):  # it may admit the head alone, where another command or the next one cleans up
-                remove_stale_groups()
+                remove_abandoned_groups({})
         return has_dashboard
     from vitray.cluster import local_ray
 

@@ -16,7 +16,7 @@ from vitray.errors import ConfigError, redact, redact_uri
 from vitray.system import storage
 
 if TYPE_CHECKING:
-    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.exceptions import ClientError
 
 CONTENT = b"vitray checks that it may write here\n"
 
@@ -78,22 +78,17 @@ def _check_s3_writable(url: str) -> None:
     try:
         if target.call("read", lambda: target.client.get_object(**address)["Body"].read()) != CONTENT:
             raise ConfigError(f"{target.label}: returns other bytes than were written")
-        _check_pyarrow_upload(target, url)
+        try:  # runs write through pyarrow, which sends checksums as a trailer of the content
+            storage.write_bytes(url, CONTENT)
+        except ConfigError as error:
+            is_trailer = any(part in str(error) for part in LENGTH_REQUIRED)
+            text = f"{target.label}: {CHECKSUMS_REFUSED}" if is_trailer else target.clean(error)
+            raise ConfigError(text) from None
     except ConfigError:
         with contextlib.suppress(Exception):  # the first error is the one to report
             target.client.delete_object(**address)
         raise
     target.call("remove", lambda: target.client.delete_object(**address))
-
-
-def _check_pyarrow_upload(target: "_Target", url: str) -> None:
-    # Runs write through pyarrow, which sends checksums as a trailer of the content.
-    try:
-        storage.write_bytes(url, CONTENT)
-    except ConfigError as error:
-        if any(part in str(error) for part in LENGTH_REQUIRED):
-            raise ConfigError(f"{target.label}: {CHECKSUMS_REFUSED}") from None
-        raise ConfigError(target.clean(str(error))) from None
 
 
 class _Target(NamedTuple):
@@ -119,16 +114,21 @@ class _Target(NamedTuple):
 
     def call(self, action: str, request: Any) -> Any:
         """Return the result of a request, or raise its error as one message; a missing object reads as None."""
-        from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+        from botocore import exceptions as boto
 
         try:
             return request()
-        except ClientError as error:
+        except boto.ClientError as error:
             if error.response.get("Error", {}).get("Code") == "NoSuchKey" and action == "read":
                 return None
-            raise ConfigError(f"{self.label}: {_explain_response(error, action, self)}") from None
-        except (BotoCoreError, HTTPClientError, ValueError) as error:
-            raise ConfigError(f"{self.label}: {_explain_exception(error, self.clean(error))}") from None
+            text = _explain_response(error, action, self)
+        except (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError):
+            text = f"cannot be reached; expected {_endpoint_hint()}"
+        except (boto.ReadTimeoutError, boto.ConnectionClosedError):
+            text = f"accepts connections and does not answer within {READ_TIMEOUT} seconds; expected {_endpoint_hint()}"
+        except (boto.BotoCoreError, ValueError) as error:
+            text = self.clean(error)
+        raise ConfigError(f"{self.label}: {text}")
 
 
 def _connect(url: str) -> _Target:
@@ -137,7 +137,7 @@ def _connect(url: str) -> _Target:
         if redact(os.environ.get(name, "")) != os.environ.get(name, ""):
             raise ConfigError(f"{name}: has a password in it; expected {CREDENTIALS}")
     from botocore.config import Config
-    from botocore.exceptions import BotoCoreError
+    from botocore.exceptions import BotoCoreError, ProfileNotFound
 
     try:
         boto_session = storage.import_boto3().Session()  # a new one: boto3's default caches credentials
@@ -145,47 +145,55 @@ def _connect(url: str) -> _Target:
         client = boto_session.client("s3", config=config)
         credentials = boto_session.get_credentials()
         keys = credentials.get_frozen_credentials() if credentials else None
+    except ProfileNotFound as error:
+        raise ConfigError(f"s3://{bucket}: {error}; expected AWS_PROFILE to be one of ~/.aws/config") from None
     except (BotoCoreError, ValueError) as error:
-        raise ConfigError(f"s3://{bucket}: {_explain_exception(error, ' '.join(str(error).split())[:300])}") from None
-    secrets = (keys.secret_key, keys.access_key, keys.token) if keys else ()
+        text = " ".join(str(error).split())[:300]
+        if "endpoint" in text.lower():  # several classes, and ValueError
+            text = f"not an endpoint; expected http(s)://host:port in {' or '.join(ENDPOINT_VARIABLES)}"
+        else:
+            text = f"the credentials cannot be used ({text}); expected {CREDENTIALS}, or `aws sso login`"
+        raise ConfigError(f"s3://{bucket}: {text}") from None
+    if keys is None:
+        raise ConfigError(f"s3://{bucket}: no credentials found; expected {CREDENTIALS}")
+    secrets = (keys.secret_key, keys.access_key, keys.token)
     return _Target(client, str(bucket), key, tuple(secret for secret in secrets if secret))
 
 
 def _explain_response(error: "ClientError", action: str, target: _Target) -> str:
     """Return the meaning of a server's error response, and its remedy."""
     metadata, details = error.response.get("ResponseMetadata", {}), error.response.get("Error", {})
-    headers, status = metadata.get("HTTPHeaders", {}), metadata.get("HTTPStatusCode", 0)
-    code = details.get("Code", "")
-    match code.lower():
-        case "nosuchbucket":
+    headers, status, code = metadata.get("HTTPHeaders", {}), metadata.get("HTTPStatusCode", 0), details.get("Code", "")
+    match code:
+        case "NoSuchBucket":
             return "no such bucket, and vitray makes none; expected one that exists (`aws s3 mb` makes one)"
-        case "invalidaccesskeyid":
+        case "InvalidAccessKeyId":
             return f"the server does not know the access key; expected this endpoint's: {CREDENTIALS}"
-        case "signaturedoesnotmatch":
+        case "SignatureDoesNotMatch":
             return "the secret key does not belong to the access key; expected another AWS_SECRET_ACCESS_KEY or profile"
-        case "requesttimetooskewed" | "requestexpired":
+        case "RequestTimeTooSkewed":
             return f"this machine's clock is {_clock_skew(headers)}; expected one in sync (timedatectl set-ntp true)"
-        case "expiredtoken" | "expiredtokenexception" | "tokenrefreshrequired":
+        case "ExpiredToken":
             return "the credentials have expired; expected new ones (`aws sso login`, or a new AWS_SESSION_TOKEN)"
-        case "invalidtoken":
+        case "InvalidToken":
             return "the session token is of other credentials; expected AWS_SESSION_TOKEN removed, or of the same keys"
-        case "authorizationheadermalformed" | "illegallocationconstraintexception" | "permanentredirect" | "301":
+        case "AuthorizationHeaderMalformed" | "PermanentRedirect" | "301":
             region = details.get("Region") or headers.get("x-amz-bucket-region") or "that of the bucket"
             return (
                 f"the bucket is in another region than {target.client.meta.region_name}; expected AWS_REGION={region}"
             )
-        case "missingcontentlength" | "xamzcontentsha256mismatch" | "xamzcontentchecksummismatch" | "411":
+        case "MissingContentLength" | "XAmzContentSHA256Mismatch" | "411":
             return CHECKSUMS_REFUSED
-        case "accessdenied" | "allaccessdisabled" | "accountproblem" | "403" | "forbidden" | "unauthorizedaccess":
-            permission = {"write": "s3:PutObject", "read": "s3:GetObject", "remove": "s3:DeleteObject"}[action]
-            prefix = target.key.rpartition("/")[0]
-            path = "/".join(part for part in (target.bucket, prefix, "*") if part)
-            return f"may not {action}; expected {permission} on {path} for these credentials ({code}, status {status})"
-        case "404" | "405" | "methodnotallowed" | "" if status < 500:
-            return f"does not answer as S3 does ({status}); expected {_endpoint_hint()}"
-        case "quotaexceeded" | "entitytoolarge" | "xminiostoragefull" | "507":
+        case "QuotaExceeded" | "XMinioStorageFull":
             return f"is full or over its quota ({code}); expected free space"
-    if status >= 500 or code == "SlowDown":
+    if status == 403:
+        permission = {"write": "s3:PutObject", "read": "s3:GetObject", "remove": "s3:DeleteObject"}[action]
+        prefix = target.key.rpartition("/")[0]
+        path = "/".join(part for part in (target.bucket, prefix, "*") if part)
+        return f"may not {action}; expected {permission} on {path} for these credentials ({code}, status {status})"
+    if status in (404, 405) or not code:
+        return f"does not answer as S3 does ({status}); expected {_endpoint_hint()}"
+    if status >= 500:
         return f"the server answers {status} {code}, a fault of its own; try again later"
     return f"cannot {action}: {status} {code}: {target.clean(details.get('Message', ''))}"
 
@@ -205,38 +213,3 @@ def _endpoint_hint() -> str:
     if variable:
         return f"an S3 server there: {variable} sets the address"
     return "a connection to AWS, or AWS_ENDPOINT_URL of another server"
-
-
-def _explain_exception(error: "BotoCoreError | ValueError", text: str) -> str:
-    """Return the meaning of an error without a response, and its remedy; `text` is the error without secrets."""
-    from botocore import exceptions as boto
-
-    match error:
-        case boto.NoCredentialsError():
-            return f"no credentials found; expected {CREDENTIALS}"
-        case boto.PartialCredentialsError():
-            return f"half of the credentials is missing ({text}); expected {CREDENTIALS}"
-        case boto.ProfileNotFound():
-            return f"{text}; expected AWS_PROFILE to be one of ~/.aws/config"
-        case boto.NoRegionError():
-            return "no region is set; expected AWS_REGION, as in AWS_REGION=us-east-1"
-        case boto.EndpointConnectionError() | boto.ConnectTimeoutError() | boto.ProxyConnectionError():
-            return f"cannot be reached; expected {_endpoint_hint()}"
-        case boto.ReadTimeoutError() | boto.ConnectionClosedError():
-            return f"accepts connections and does not answer within {READ_TIMEOUT} seconds; expected {_endpoint_hint()}"
-        case boto.SSLError():
-            return f"its certificate is not trusted, or it does not speak https ({text}); expected {_endpoint_hint()}"
-        case boto.ParamValidationError():
-            return f"not a valid bucket name: {text}"
-        case (
-            boto.CredentialRetrievalError()
-            | boto.LoginError()
-            | boto.NoAuthTokenError()
-            | boto.SSOError()
-            | boto.TokenRetrievalError()
-            | boto.UnknownCredentialError()
-        ):
-            return f"the credentials cannot be used ({text}); expected {CREDENTIALS}, or `aws sso login`"
-        case _ if "endpoint" in text.lower():  # several classes, and ValueError
-            return f"not an endpoint; expected http(s)://host:port in {' or '.join(ENDPOINT_VARIABLES)}"
-    return f"{type(error).__name__}: {text}"

@@ -4,14 +4,14 @@
 sweep and in MLflow. This package imports neither torch nor ray, so that a recipe loads at once.
 """
 
+from vitray.config.model import Learned as Learned
+from vitray.config.model import Learned2d as Learned2d
+from vitray.config.model import Model as Model
+from vitray.config.model import NoPositions as NoPositions
+from vitray.config.model import Positions as Positions
+from vitray.config.model import Relative as Relative
+from vitray.config.model import Rope as Rope
+from vitray.config.model import SinCos2d as SinCos2d
 from vitray.config.parsing import split_words as split_words
 from vitray.config.run import Run as Run
 from vitray.config.run import load_run as load_run
-from vitray.config.sections import Learned as Learned
-from vitray.config.sections import Learned2d as Learned2d
-from vitray.config.sections import Model as Model
-from vitray.config.sections import NoPositions as NoPositions
-from vitray.config.sections import Positions as Positions
-from vitray.config.sections import Relative as Relative
-from vitray.config.sections import Rope as Rope
-from vitray.config.sections import SinCos2d as SinCos2d

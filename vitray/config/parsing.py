@@ -120,22 +120,23 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
     """Return the value of YAML text, and {dotted path: source:line}; refuse a text beyond the bounds of this module."""
     places: dict[str, str] = {}
     values = 0
+    too_deep = ConfigError(f"{source}: expected at most {MOST_DEPTH} levels of lists and mappings")
 
-    def build(node: yaml.Node, path: str, above: tuple[yaml.Node, ...]) -> Any:
-        """Return the value of a node; an alias yields the same node again, so values and depth are counted here too."""
+    def build(node: yaml.Node, path: str, depth: int) -> Any:
+        """Return the value of a node. An alias yields its node again, so what is counted here is the value's size."""
         nonlocal values
         values += 1
-        if node in above:
-            raise ConfigError(f"{source}: an alias refers to itself")
-        _check_bounds(values, len(above), source)
+        if values > MOST_VALUES:
+            raise ConfigError(f"{source}: expected at most {MOST_VALUES:,} values, each use of an alias counted")
+        if depth > MOST_DEPTH:
+            raise too_deep
         place = places[path] = f"{source}:{node.start_mark.line + 1}"
         if node.tag not in _TAGS:
             raise ConfigError(
                 f"{place}: got the tag {short(node.tag)}, expected plain text, numbers, lists and mappings"
             )
-        inside = (*above, node)
         if isinstance(node, yaml.SequenceNode):
-            return [build(item, f"{path}[{index}]", inside) for index, item in enumerate(node.value)]
+            return [build(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
             return loader.construct_object(node)
         tree: dict[str, Any] = {}
@@ -147,37 +148,22 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
             here = f"{path}.{key}".lstrip(".")
             if key in tree:
                 raise ConfigError(f"{place}: {here}: given twice, first at {places[here]}")
-            tree[key] = build(value_node, here, inside)
+            tree[key] = build(value_node, here, depth + 1)
         return tree
 
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"{source}: expected at most {MOST_CHARACTERS:,} characters")
     try:
-        _check_events(text, source)
         loader = _Yaml(text)
         node = loader.get_single_node()
-        return (None if node is None else build(node, "", ())), places
+        return (None if node is None else build(node, "", 0)), places
     except ConfigError:
         raise
+    except RecursionError:  # PyYAML composes nodes recursively
+        raise too_deep from None
     # Lookups of PyYAML fail for a text with another type's tag, such as `!!bool maybe`.
     except (yaml.YAMLError, ValueError, LookupError) as error:
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
-
-
-def _check_events(text: str, source: str) -> None:
-    """Refuse a text beyond the bounds before its nodes are composed, which recurses."""
-    if len(text) > MOST_CHARACTERS:
-        raise ConfigError(f"{source}: expected at most {MOST_CHARACTERS:,} characters")
-    values = depth = 0
-    for event in yaml.parse(text, Loader=_Yaml):
-        values += isinstance(event, yaml.NodeEvent)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        _check_bounds(values, depth, source)
-
-
-def _check_bounds(values: int, depth: int, source: str) -> None:
-    if values > MOST_VALUES:
-        raise ConfigError(f"{source}: expected at most {MOST_VALUES:,} values, each use of an alias counted")
-    if depth > MOST_DEPTH:
-        raise ConfigError(f"{source}: expected at most {MOST_DEPTH} levels of lists and mappings")
 
 
 class _Dumper(yaml.SafeDumper):

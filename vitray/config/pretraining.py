@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self, assert_never
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from vitray.config.augmentation import Ascending
+from vitray.config.model import Model
 from vitray.config.model_names import MOST_PAIRS
-from vitray.config.sections import MOST_PARAMETERS, Fraction, Model, Positive, Section, Size, Text, one_of
+from vitray.config.sections import MOST_PARAMETERS, Fraction, Positive, Section, Size, TaskTraits, Text, one_of
 from vitray.config.stems import STEMS
 from vitray.config.training import Data
-from vitray.config.traits import TaskTraits
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 

@@ -6,23 +6,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from vitray.config.distillation import Distillation
-from vitray.config.figures import NEEDS
+from vitray.config.classification import Distillation, Finetune, Supervised
+from vitray.config.evaluation import NEEDS, PROBE_TRAITS, Evaluate
+from vitray.config.model import Model
 from vitray.config.parsing import apply_changes, dump_yaml, flatten, parse_overrides, place_of, read_recipe
 from vitray.config.pretraining import Masked, Tokenizer
-from vitray.config.probes import PROBE_TRAITS
-from vitray.config.sections import Model, Section, Seed, one_of
-from vitray.config.training import (
-    Checkpointing,
-    Compute,
-    Data,
-    Evaluate,
-    Finetune,
-    Guard,
-    Optim,
-    Supervised,
-    Tracking,
-)
+from vitray.config.sections import Section, Seed, one_of
+from vitray.config.training import Checkpointing, Compute, Data, Guard, Optim, Tracking
 from vitray.config.validation import explain_error
 
 Task = Supervised | Finetune | Masked | Tokenizer

@@ -6,14 +6,12 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
-from vitray.config.durations import duration_in
 from vitray.config.parsing import short
-from vitray.config.sections import LONGEST_TEXT, MOST_NUMBER, Fraction, Positive, Section, Seed, Size, Text
-from vitray.config.traits import SchedulerTraits, SearchTraits
+from vitray.config.sections import LONGEST_TEXT, MOST_NUMBER, Fraction, Positive, Section, Seed, Size, Text, duration_in
 
 # Each point is drawn, named and checked as a run before a sweep starts, in about a millisecond.
 MOST_POINTS = 10_000
@@ -204,6 +202,24 @@ class EarlierStage(Section):
     """A YAML file, or one that vitray brings."""
     settings: Annotated[dict[str, Any], AfterValidator(_check_values)] = Field(default={})
     """{dotted setting: value or text}, overrides of the recipe. Texts may hold {variables} and earlier stages."""
+
+
+class SearchTraits(NamedTuple):
+    """The nature of a kind of search."""
+
+    is_exhaustive: bool = False
+    """Whether it tries every combination of listed values; any other search draws its points."""
+    learns: bool = False
+    """Whether a point depends on the scores of earlier ones."""
+
+
+class SchedulerTraits(NamedTuple):
+    """The nature of a kind of scheduler."""
+
+    decides: bool
+    """Whether it decides after each score; the trial waits for it."""
+    is_population: bool = False
+    """Whether trials continue from each other's checkpoints."""
 
 
 Trials = Annotated[int, Field(ge=1, le=MOST_POINTS, description="How many points are tried.")]

@@ -1,31 +1,23 @@
-"""Settings of a training run: data, supervised tasks, optimizer, devices, evaluation, checkpoints and tracking."""
+"""Settings of a training run: data, optimizer, devices, checkpoints, guard and tracking."""
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vitray.config.augmentation import Augment, CenterCrop, Mix, Normalize, PositiveFraction
-from vitray.config.distillation import CoTraining, Distill
-from vitray.config.durations import duration_in
-from vitray.config.figures import TrainingFigure
-from vitray.config.finetuning import TRAINED, Lora, Mode, Part
-from vitray.config.losses import LOSS_TRAITS
 from vitray.config.parsing import short
-from vitray.config.probes import training_probes
 from vitray.config.sections import (
     MOST_NUMBER,
     Fraction,
-    Model,
-    NameOf,
     NotNegative,
     Positive,
     Section,
     Size,
     Text,
+    duration_in,
     one_of,
 )
-from vitray.config.traits import TaskTraits
 
 
 def _check_workers(workers: int | str) -> int | str:
@@ -36,18 +28,6 @@ def _check_workers(workers: int | str) -> int | str:
 
 
 Recompute = Literal["none", "feedforward", "blocks"]
-
-
-def _read_recompute(recompute: Any) -> Any:
-    # true is short for blocks.
-    return ("blocks" if recompute else "none") if isinstance(recompute, bool) else recompute
-
-
-Compile = Literal[False, "default", "reduce-overhead", "max-autotune"]
-
-
-def _read_compile(mode: Any) -> Any:
-    return "default" if mode is True else mode
 
 
 class Data(Section):
@@ -84,98 +64,6 @@ class Data(Section):
     def evaluated(self) -> str | None:
         """The split that holds the evaluated images; None without evaluation."""
         return self.train if self.holdout else self.val
-
-
-LOSS = f"{'; '.join(f'{name}: {traits.about}' for name, traits in LOSS_TRAITS.items())}."
-Loss = Annotated[str, NameOf(lambda: list(LOSS_TRAITS)), Field(description=LOSS)]
-Smoothing = Annotated[Fraction, Field(description="Label smoothing, applied after mixing.")]
-
-
-class Supervised(Section):
-    """Classification, trained from random weights."""
-
-    traits: ClassVar = TaskTraits(needs=("labels",))
-    kind: Literal["supervised"] = "supervised"
-    loss: Loss = "softmax"
-    smoothing: Smoothing = 0.0
-    distill: Distill = None
-    cosub: CoTraining = None
-
-    def check(self, model: Model, data: "Data") -> None:
-        """Raise if the model or the data settings do not fit the task."""
-
-    def describe(self) -> str:
-        """Return the loss in words."""
-        return describe_classification(self)
-
-
-def describe_classification(task: "Supervised | Finetune") -> str:
-    """Return the loss of a task with labels in words."""
-    taught = task.distill and f", {task.distill.weight:.0%} {task.distill.target} distillation"
-    cotrained = task.cosub and f", {task.cosub.weight:.0%} co-training of two submodels"
-    return f"{task.loss}, smoothing {task.smoothing:g}{taught or cotrained or ''}"
-
-
-class Finetune(Section):
-    """Classification, trained from given weights, some of which may stay frozen."""
-
-    traits: ClassVar = TaskTraits(needs=("labels",))
-    kind: Literal["finetune"] = "finetune"
-    weights: Text
-    """A vitray model folder (a path, s3://, runs:/, models:/name@alias) or a weights file of another library."""
-    mode: Mode = "full"
-    """The parts to train, besides the head. full: all; attn, ffn: attention or feed-forwards of every branch, and
-    positions; attn_norm: attn and norms; last: the last `levels` and the last norm; norm: norms; bias: all biases but
-    those of a stem with batch norms (BitFit); lora: the products of `lora`; adapter: the adapters of model.adapters;
-    head: nothing else."""
-    lora: Lora = Lora()
-    """The products of mode lora. A delta holds their factors, which loading merges into the matrices; a complete model
-    folder holds merged matrices."""
-    levels: Size = 1
-    """In mode last, the number of levels to train."""
-    also_train: Annotated[tuple[Part, ...], Field(strict=False)] = ()
-    """Further parts to train."""
-    save_delta: bool = True
-    """Saves only the tensors that differ from the weights. Mode full changes all, so its model folder is complete."""
-    first_branch: bool = False
-    """In mode attn, trains only the first of parallel attentions, as the code of "Three things" does."""
-    loss: Loss = "softmax"
-    smoothing: Smoothing = 0.0
-    distill: Distill = None
-    cosub: CoTraining = None
-
-    @model_validator(mode="after")
-    def _parts_differ(self) -> Self:
-        trained = TRAINED[self.mode]
-        if repeated := [part for part in self.also_train if part in trained]:
-            rest = [part for part in get_args(Part) if part not in trained]
-            raise ValueError(
-                f"also_train names {', '.join(repeated)}, which mode {self.mode} trains anyway;"
-                f" expected {' or '.join(rest) if rest else 'nothing'}"
-            )
-        for mode, text, is_default, wanted in (
-            ("attn", "first_branch true", not self.first_branch, "false"),
-            ("last", f"levels {self.levels}", self.levels == 1, "1"),
-            ("lora", " and ".join(f"lora.{name}" for name in self.lora.changed), not self.lora.changed, "the defaults"),
-        ):
-            if self.mode != mode and not is_default:
-                raise ValueError(f"{text} is about mode {mode} alone; expected {wanted} in mode {self.mode}")
-        return self
-
-    def check(self, model: Model, data: "Data") -> None:
-        """Raise if the model or the data settings do not fit the task."""
-        del data
-        if self.mode not in (modes := ("full", "head", "norm")):
-            model.require_vit(f"task.mode: {self.mode} (not {', '.join(modes)})")
-
-    def describe(self) -> str:
-        """Return the loss in words."""
-        return describe_classification(self)
-
-    @property
-    def trained(self) -> frozenset[Part]:
-        """The parts to train; the network need not have all of them."""
-        return frozenset((*TRAINED[self.mode], *self.also_train))
 
 
 Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False, description="Decay rates of the two moments.")]
@@ -288,12 +176,17 @@ class Compute(Section):
     """bf16: autocast, with fp32 weights."""
     tf32: bool = True
     """Allows TF32 in fp32 matrix products on a GPU."""
-    compile: Annotated[Compile, BeforeValidator(_read_compile)] = False
+    compile: Annotated[
+        Literal[False, "default", "reduce-overhead", "max-autotune"],
+        BeforeValidator(lambda mode: "default" if mode is True else mode),
+    ] = False
     """Mode of torch.compile, for training and evaluation; true: default. reduce-overhead runs the steps of training as
     CUDA graphs; max-autotune also times several kernels for each product, which takes minutes at the start."""
     channels_last: bool = False
     """Stores convolution kernels in channels_last, the layout of the images, so that no pass of a stem converts it."""
-    activation_checkpointing: Annotated[Recompute, BeforeValidator(_read_recompute)] = "none"
+    activation_checkpointing: Annotated[
+        Recompute, BeforeValidator(lambda value: ("none", "blocks")[value] if isinstance(value, bool) else value)
+    ] = "none"
     """Activation checkpointing. feedforward: recompute the widest activations, at one matrix product per block;
     blocks (or true): keep only the input of each block."""
     max_failures: Annotated[int, Field(ge=0, le=1_000_000)] = 3
@@ -328,47 +221,6 @@ class Compute(Section):
             return None
         lowest, _, highest = str(self.workers).partition("..")
         return int(lowest), int(highest or lowest)
-
-
-# Decoded views of both splits stay in the memory of one process: 16,384 of 224 px take 2.5 GB.
-MOST_PROBED = 16_384
-
-
-class Evaluate(Section):
-    """Evaluation of the val split."""
-
-    every: Annotated[str, duration_in("epochs", "steps")] = "1 epoch"
-    """Interval, in epochs or steps. The last step is always evaluated."""
-    batch: Size | None = None
-    """Images per step over all workers; null: the training batch."""
-    where: Literal["workers", "cpu", "gpu"] = "workers"
-    """workers: training pauses; cpu or gpu: on one extra device, while training continues."""
-    gpus: Annotated[float, Field(ge=0.0001, le=1)] = 1.0
-    """Fraction of a GPU reserved for an evaluation with where: gpu. Memory is not limited."""
-    examples: Annotated[int, Field(ge=0, le=64)] = 8
-    """Images, the same at every evaluation, that MLflow shows with prediction and attention; 0: none."""
-    probes: Annotated[tuple[Annotated[str, NameOf(training_probes)], ...], Field(strict=False)] = ()
-    """Scores of features, logits and attention at each evaluation, computed on one extra CPU or a spare GPU while
-    training continues. With optim.ema they score the averaged weights."""
-    probe_images: Annotated[int, Field(ge=16, le=MOST_PROBED)] = 1024
-    """Images of train that probes learn from, and of the evaluated split that they are scored on: the same at every
-    evaluation. A smaller split gives all that it has."""
-    figures: Annotated[tuple[TrainingFigure, ...], Field(strict=False)] = ()
-    """Figures of `vitray inspect` over the images of examples at each evaluation, computed where probes are."""
-
-    @property
-    def has_prober(self) -> bool:
-        """Whether an extra device computes probes or figures while training continues."""
-        return bool(self.probes or self.figures)
-
-    @model_validator(mode="after")
-    def _settings_fit(self) -> Self:
-        if self.gpus < 1 and self.where != "gpu":
-            raise ValueError(f"gpus {self.gpus:g} needs where: gpu, got {self.where}")
-        for setting, names in (("probes", self.probes), ("figures", self.figures)):
-            if repeated := sorted({name for name in names if names.count(name) > 1}):
-                raise ValueError(f"{setting}: got {', '.join(repeated)} more than once, expected each once")
-        return self
 
 
 class Checkpointing(Section):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vitray.cluster.storage_check import check_writable
-from vitray.config.probes import PROBE_TRAITS, feature_probes
+from vitray.config.evaluation import PROBE_TRAITS, feature_probes
 from vitray.errors import ConfigError
 from vitray.evaluation.classes import check_same_classes, class_names, class_numbers
 from vitray.evaluation.labeling import label_values, open_label_set, score_labels

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from vitray.config.probes import feature_probes
+from vitray.config.evaluation import feature_probes
 
 
 def read_options(args: Sequence[str]) -> argparse.Namespace:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vitray.config.probes import feature_probes
+from vitray.config.evaluation import feature_probes
 from vitray.errors import ConfigError, nearest
 from vitray.evaluation.classes import check_distinct
 from vitray.inference.images import ImageSet, open_images

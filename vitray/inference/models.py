@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from vitray.config import Run
-from vitray.config.sections import Model
+from vitray.config.model import Model
 from vitray.errors import ConfigError
 from vitray.inference.network_spec import NetworkSpec
 from vitray.models.network import AnyNetwork

@@ -1,6 +1,6 @@
 """Probes of a network's features, logits and attention: what they learn from one split is scored on another.
 
-A probe is a row of `PROBES` here, and of `PROBE_TRAITS` in `vitray/config/probes.py`.
+A probe is a row of `PROBES` here, and of `PROBE_TRAITS` in `vitray/config/evaluation.py`.
 
 Shapes: N images; of attention distance (LPHB), L levels, P branches, H heads, B images.
 """

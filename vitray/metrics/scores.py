@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.config.augmentation import Normalize
-from vitray.config.traits import Need
+from vitray.config.sections import Need
 from vitray.data.augment.mixing import DeviceBatch, normalized, to_device
 from vitray.metrics.arrays import Examples
 from vitray.models.probabilities import Probability, probabilities_of

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitray.config.finetuning import Matrix
+from vitray.config.classification import Matrix
 from vitray.errors import ConfigError
 from vitray.models.products import Products
 

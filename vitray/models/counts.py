@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitray.config import Learned, Learned2d, Model
-from vitray.config.training import Part
+from vitray.config.classification import Part
 from vitray.models.network import build_network, network_sizes
 from vitray.models.sizes import inner_width
 from vitray.models.torchvision_networks import torchvision_sizes

@@ -6,7 +6,7 @@ Shapes: B images, K classes.
 from typing import TYPE_CHECKING, assert_never
 
 from vitray.config import Run
-from vitray.config.losses import LOSS_TRAITS, Probability
+from vitray.config.classification import LOSS_TRAITS, Probability
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 from vitray.config import Model
-from vitray.config.finetuning import Part
+from vitray.config.classification import Part
 from vitray.config.stems import stem_cost
 
 

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from vitray.config import Model
-from vitray.config.model_names import axial_resnet
-from vitray.config.torchvision_names import PREFIX
-from vitray.config.training import Part
+from vitray.config.classification import Part
+from vitray.config.model_names import TORCHVISION, axial_resnet
 from vitray.models.axial_resnet import AxialResNet
 from vitray.models.products import Products
 from vitray.models.sizes import Sizes
@@ -91,7 +90,7 @@ class TorchvisionNetwork(nn.Module):
 
         With `whole`, also None for everything inside a stage's top-level modules.
         """
-        is_halved = self.model.name.removeprefix(PREFIX).startswith(("convnext", "swin"))
+        is_halved = self.model.name.removeprefix(TORCHVISION).startswith(("convnext", "swin"))
         match = (_HALVES if is_halved else _STAGES).match(place)
         if match is None or (whole and match.end() < len(place)):
             return None
@@ -123,7 +122,7 @@ class TorchvisionNetwork(nn.Module):
             hooks.append(first.register_forward_pre_hook(lambda _, args: states.append(args[0])))
         try:
             yield states
-            if self.model.name.startswith(f"{PREFIX}swin"):  # BHWC
+            if self.model.name.startswith(f"{TORCHVISION}swin"):  # BHWC
                 states[:] = [state.movedim(-1, 1) for state in states]
         finally:
             for hook in hooks:
@@ -199,7 +198,7 @@ def _build(model: Model) -> nn.Module:
 
     if axial_resnet(model.name):
         return AxialResNet(model.name, model.image_shape, model.num_classes or 1)
-    network, settings = model.name.removeprefix(PREFIX), constructor_settings(model)
+    network, settings = model.name.removeprefix(TORCHVISION), constructor_settings(model)
     # A RegNet computes its widths with tensors, which have no values on the meta device.
     with torch.device("cpu") if network.startswith("regnet") else nullcontext():
         body = get_model(network, weights=None, num_classes=model.num_classes or 1, **settings)
@@ -208,7 +207,7 @@ def _build(model: Model) -> nn.Module:
 
 def constructor_settings(model: Model) -> dict[str, Any]:
     """Return what the constructors of some networks need beside the number of classes."""
-    network = model.name.removeprefix(PREFIX)
+    network = model.name.removeprefix(TORCHVISION)
     if network in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": True}
     if network.startswith("vit_"):

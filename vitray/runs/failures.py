@@ -8,7 +8,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, get_args
 
 import ray
@@ -121,7 +121,9 @@ class HangReport(UserCallback):
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Record a hang before Ray Train ends the workers, or that there is none."""
         del run_context
-        hang = self._describe(worker_exceptions) if is_timeout(worker_exceptions.values()) else None
+        # On a collective operation's time-out NCCL ends the process.
+        may_hang = any(re.search(r"timed? ?out|died", str(error), re.I) for error in worker_exceptions.values())
+        hang = self._describe(worker_exceptions) if may_hang else None
         if hang is not None:
             time.sleep(SETTLE_SECONDS)
             hang = self._describe(worker_exceptions) or hang
@@ -129,11 +131,6 @@ class HangReport(UserCallback):
 
     def _describe(self, worker_exceptions: dict[int, Exception]) -> str | None:
         return describe_hang(ray.get(self._mailbox.heartbeats.remote()), worker_exceptions, self._timeout)
-
-
-def is_timeout(errors: Iterable[BaseException]) -> bool:
-    """Return whether an error may be a collective operation's time-out, on which NCCL ends the process."""
-    return any(re.search(r"timed? ?out|died", str(error), re.IGNORECASE) for error in errors)
 
 
 def describe_hang(beats: Sequence[tuple[Heartbeat, float]], failed: Collection[int], timeout: float) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.config.training import Finetune
+from vitray.config.classification import Finetune
 from vitray.data.shards import holdout_mask
 from vitray.errors import ConfigError
 from vitray.metrics.probes import PROBES

@@ -109,7 +109,7 @@ def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -
             f" {cpus:g} CPUs of the cluster{f', {smallest:g} on its smallest node' if len(nodes) > 1 else ''};"
             f" expected fewer workers, a smaller compute.cpus or more CPUs{later}"
         )
-    _check_batch(run, lowest, highest)
+    check_batch(run, lowest, highest)
     neighbors = -(-highest * concurrent_trials // max(1, len(nodes)))
     threads = max(1, int((has_cpus and compute.cpus) or smallest // neighbors))
     # The GPUs of a sweep are for its trials.
@@ -120,12 +120,15 @@ def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -
     return Placement((lowest, highest), use_gpu, each, threads, probe_gpus, shared)
 
 
-def _check_batch(run: Run, lowest: int, highest: int) -> None:
+def check_batch(run: Run, lowest: int, highest: int) -> None:
     """Refuse numbers of workers among which a batch cannot be divided."""
     batch, each = run.optim.batch, 2 if run.data.mix.is_mixing else 1
     if batch < highest * each:
         images = "two images, which mixup and cutmix pair," if run.data.mix.is_mixing else "an image"
-        raise ConfigError(f"optim.batch: got {batch}, expected at least {images} for each of {highest} workers")
+        raise ConfigError(
+            f"optim.batch: got {batch}, expected at least {images} for each of {highest} workers, or fewer"
+            " compute.workers"
+        )
     if run.data.evaluated and run.evaluate.where == "workers" and (run.evaluate.batch or batch) < highest:
         raise ConfigError(
             f"evaluate.batch: got {run.evaluate.batch}, expected at least an image for each of {highest} workers"

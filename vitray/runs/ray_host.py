@@ -68,12 +68,10 @@ class RayStart(NamedTuple):
     """Object references; None without one."""
 
     def load(self, name: Literal["initial", "tokenizer", "teacher"]) -> Any:
-        """Return weights of a new run, or the tokenizer or teacher of its task; None without them."""
         reference = {"initial": self.initial, "tokenizer": self.tokenizer, "teacher": self.teacher}[name]
         return None if reference is None else ray.get(reference)
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        """Return images of the run's dataset, decoded by Ray Data."""
         return Stream(self.resolved.dataset, spec._replace(cpus=self.data_cpus))
 
 
@@ -97,13 +95,13 @@ def worker(config: dict[str, RayStart]) -> WorkerResult:
 
 
 class RayHost:
-    """A worker of Ray Train, as `training.host.Host` describes it; a thread sends its heartbeats."""
+    """A worker of Ray Train; `training.host.Host` says what its methods do. A thread sends its heartbeats."""
 
     def __init__(self, start: RayStart) -> None:
         session = ray.train.get_context()
         self.rank, self.workers = session.get_world_rank(), session.get_world_size()
         self.device, self.threads = ray.train.torch.get_device(), start.threads
-        self.load, self.open_stream = start.load, start.open_stream
+        self.load, self.open_stream, self.unfinished = start.load, start.open_stream, unfinished
         self._start, self._mailbox, self._node = start, start.mailbox, socket.gethostname()
         # As in MLflow, nodes are numbered only if there are several.
         node = None if session.get_local_world_size() == self.workers else session.get_node_rank()
@@ -115,13 +113,11 @@ class RayHost:
         threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
 
     def check_owner(self) -> None:
-        """Raise OwnershipLost if another process has taken over the run folder."""
         check_owner(self._start.run_dir, self._start.owner)
 
     # ---- messages to the driver --------------------------------------------------------------------------------------
 
     def at(self, step: int, activity: Activity) -> None:
-        """Set the position that the next heartbeat sends."""
         self._position = step, activity, time.monotonic()
 
     def beat(self, *, has_failed: bool = False) -> None:
@@ -141,7 +137,6 @@ class RayHost:
             self.beat()
 
     def progress(self, step: int) -> None:
-        """Report the steps done about once a second, and ask whether a stop is requested."""
         if self.rank == 0 and time.monotonic() - self._progress_sent > PROGRESS_SECONDS:
             self._progress_sent = time.monotonic()
             self.send(StepDone(step))
@@ -149,28 +144,24 @@ class RayHost:
                 self._stop_requested = self._mailbox.is_stop_requested.remote()
 
     def send(self, message: Message) -> None:
-        """Send a message from rank 0 without waiting."""
         if self.rank == 0:
             self._mailbox.put.remote(message)
 
     def sample(self, step: int) -> None:
-        """Send the load of this node, from its first worker."""
         if self._sampler is not None:
             self._mailbox.put.remote(Metrics(step, self._sampler.sample()))
 
     def report(self, step: int, values: Mapping[str, float], checkpoint: str | None) -> None:
-        """Show metrics on Ray's dashboard. Ray Train waits for all workers here, as the exchange of them has done."""
+        # Ray Train waits for all workers here, as the exchange of the metrics has done.
         ray.train.report({"step": step, **values} | ({} if checkpoint is None else {"checkpoint": checkpoint}))
 
     # ---- decisions of the driver -------------------------------------------------------------------------------------
 
     def stop_requested(self) -> bool:
-        """Return the driver's last answer without waiting."""
         answer: Any = self._stop_requested
         return answer is not None and bool(ray.wait([answer], timeout=0)[0]) and ray.get(answer)
 
     def should_stop(self, step: int) -> bool:
-        """Wait for the decision of the run's sweep about an early stop after the evaluation of a step."""
         if not self._start.waits_for_decision:
             return False
         answer: list[bool | None] = [None]
@@ -182,7 +173,6 @@ class RayHost:
         return bool(answer[0])
 
     def notice(self) -> Notice | None:
-        """Return the first notice of a preemption; Ray Train waits for all workers here."""
         if self._is_preempted or not self._start.watches_preemption:
             return None
         preemption = ray.train.get_preemption_info()
@@ -194,35 +184,26 @@ class RayHost:
     # ---- work beside training ----------------------------------------------------------------------------------------
 
     def start_scores(self, networks: Sequence[Mapping[str, Tensor]], after: Job | None) -> Job:
-        """Score some weights of the task in a Ray task."""
         evaluate = self._start.resolved.run.evaluate
         options = _beside(evaluate.gpus if evaluate.where == "gpu" else 0)
         score = ray.remote(_score).options(**options)
         return RayJob(score.remote(self._start, networks, *([after.reference] if isinstance(after, RayJob) else [])))
 
     def start_probes(self, step: int, weights: Mapping[str, np.ndarray]) -> Job:
-        """Compute probes and figures of a network in an actor, which keeps their images."""
-        if self._prober is None:
+        if self._prober is None:  # an actor, which keeps the images
             self._prober = start_probe_actor(self._start)
         return RayJob(self._prober.probe.remote(step, weights))
 
-    def unfinished(self, jobs: Sequence[Job], seconds: float) -> list[Job]:
-        """Wait for some seconds, and return the jobs that have not ended."""
-        return unfinished(jobs, seconds)
 
-
-class RayJob:
+class RayJob(NamedTuple):
     """A task of Ray as a job."""
 
-    def __init__(self, reference: Any) -> None:
-        self.reference = reference
+    reference: Any
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the result."""
         return ray.get(self.reference, timeout=timeout)
 
     def cancel(self) -> None:
-        """Cancel the task."""
         ray.cancel(self.reference)
 
 

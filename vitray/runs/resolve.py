@@ -9,22 +9,21 @@ import numpy as np
 from vitray.cluster import session
 from vitray.cluster.storage_check import check_readable, check_writable
 from vitray.config import Run
+from vitray.config.classification import Finetune
+from vitray.config.evaluation import PROBE_TRAITS
 from vitray.config.pretraining import Beit, Masked
-from vitray.config.probes import PROBE_TRAITS
-from vitray.config.training import Finetune
 from vitray.data.shards import holdout_mask, open_dataset
 from vitray.data.shards.checking import check_sizes
 from vitray.data.shards.manifest import MANIFEST, Dataset
 from vitray.errors import ConfigError, nearest
-from vitray.models.sizes import Sizes, sizes_of
+from vitray.runs.placement import check_batch
 from vitray.system import storage
 from vitray.system.mlflow_client import tracking_uri
 from vitray.training.resolved import ResolvedRun
-from vitray.training.schedule import Intervals, Length, check_shares, intervals_of, length_of
+from vitray.training.schedule import Intervals, Length, intervals_of, length_of
 from vitray.weights.addresses import check_model_name
 
 if TYPE_CHECKING:
-    from vitray.tasks.build import TaskCosts
     from vitray.weights.pretrained import InitialWeights, TeacherSource, TokenizerSource
 
 
@@ -65,6 +64,11 @@ def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
     if not is_known:
         check_sizes(dataset, dict.fromkeys([run.data.train, run.data.evaluated or run.data.train]))
     length, intervals = resolve_schedule(run, images)
+    from vitray.models.network import network_sizes  # imports torch, which takes seconds
+    from vitray.tasks.build import task_costs
+    from vitray.tasks.supervised import Teacher
+
+    beside = teacher and Teacher(teacher.network, teacher.normalize)
     return ResolvedRun(
         run=run,
         dataset=dataset.model_copy(update={"url": storage.absolute(dataset.url)}),
@@ -74,8 +78,8 @@ def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
         few_shot_least=_few_shot_least(run, dataset, mask) if "few_shot" in run.evaluate.probes else None,
         length=length,
         intervals=intervals,
-        sizes=_sizes(run),
-        costs=_task_costs(run, tokenizer, teacher),
+        sizes=network_sizes(run.model),
+        costs=task_costs(run, tokenizer and tokenizer.tokenizer, beside),
         initial=initial,
         tokenizer=tokenizer,
         teacher=teacher,
@@ -112,22 +116,6 @@ def plan_of(resolved: ResolvedRun) -> dict[str, int | float | str | None]:
         "teacher_identity": teacher and teacher.identity,
         "teacher_gflops": teacher and teacher.gflops,
     }
-
-
-def _sizes(run: Run) -> Sizes:
-    if run.model.is_vit:
-        return sizes_of(run.model)
-    from vitray.models.torchvision_networks import torchvision_sizes  # imports torch, which takes seconds
-
-    return torchvision_sizes(run.model)
-
-
-def _task_costs(run: Run, tokenizer: "TokenizerSource | None", teacher: "TeacherSource | None") -> "TaskCosts":
-    from vitray.tasks.build import task_costs  # imports torch, which takes seconds
-    from vitray.tasks.supervised import Teacher
-
-    beside = teacher and Teacher(teacher.network, teacher.normalize)
-    return task_costs(run, tokenizer and tokenizer.tokenizer, beside)
 
 
 def resolve_schedule(run: Run, images: int) -> tuple[Length, Intervals]:
@@ -272,15 +260,7 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
 
         if not torch.cuda.is_available():
             raise ConfigError("compute.device: got gpu, expected cpu or auto: torch finds no GPU on this machine")
-    lowest, highest = run.compute.worker_range or (1, 1)
-    least = 2 if run.data.mix.is_mixing else 1
-    if batch < highest * least:
-        each = "two images, which mixup and cutmix pair" if least == 2 else "an image"
-        raise ConfigError(
-            f"compute.workers: got {run.compute.workers}, expected at most {batch // least}, so that optim.batch"
-            f" {batch} has {each} for each"
-        )
-    check_shares(run, lowest, highest)
+    check_batch(run, *(run.compute.worker_range or (1, 1)))
 
 
 def _few_shot_least(run: Run, dataset: Dataset, mask: np.ndarray | None) -> int:

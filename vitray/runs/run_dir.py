@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from vitray.cluster import session
 from vitray.config import Run, load_run
-from vitray.config.training import Finetune
+from vitray.config.classification import Finetune
 from vitray.data.shards import Dataset, open_dataset
 from vitray.errors import ConfigError, nearest
 from vitray.runs.resolve import difference

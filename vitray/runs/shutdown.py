@@ -4,12 +4,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any
 
 from vitray.cluster import local_ray
 from vitray.errors import RunError
+from vitray.system.mlflow_client import in_thread
 
 # Seconds for the workers to reach their next check and save there; a cluster job is killed ten seconds later.
 SAVE_SECONDS = 20.0
@@ -63,15 +64,7 @@ class GracefulShutdown:
 
         Ray installs a signal handler in the main thread that would kill the workers at once.
         """
-        result: Future[Any] = Future()
-
-        def work() -> None:
-            try:
-                result.set_result(fit())
-            except BaseException as error:
-                result.set_exception(error)
-
-        threading.Thread(target=work, name="fit", daemon=True).start()
+        result = in_thread(fit)
         deadline, self._is_waiting = float("inf"), True
         try:
             while not wait([result], timeout=0.2).done:

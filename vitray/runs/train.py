@@ -195,5 +195,6 @@ def _fit(
         ),
     )
     fit = partial(fit_with_restarts, trainer.fit, mailbox, compute.max_failures)
-    with session.failed_starts_released():
+    # The next start, or the decoding of images, would wait for the CPUs of a failed one.
+    with session.abandoned_groups_removed(session.START_CLEANUP_INTERVAL, own_starts=True):
         return shutdown.wait_for(fit, mailbox).return_value

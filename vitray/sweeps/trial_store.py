@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from vitray.config import Run
+from vitray.config.classification import Finetune
 from vitray.config.sweep import Cost
-from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.models.sizes import Sizes, sizes_of
 from vitray.runs.run_dir import OUTCOME, RUN_META, stored_run

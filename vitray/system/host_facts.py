@@ -4,15 +4,15 @@ import contextlib
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 
-from vitray.system.commit import command_output, commit_facts
-
 MEGABYTE = 1e6
+COMMIT, DIRTY = "VITRAY_GIT_COMMIT", "VITRAY_GIT_DIRTY"
 
 
 class SystemSampler:
@@ -86,6 +86,37 @@ def facts() -> dict[str, str]:
     ):
         result["hardware.gpus"] = ", ".join(names.splitlines())
     return result
+
+
+def commit_facts() -> dict[str, str]:
+    """Return the commit of the repository around this process, or of the one that its job was submitted from.
+
+    Without what is unknown; `git.dirty` ignores untracked files.
+    """
+    if commit := os.environ.get(COMMIT):  # a job's files have no repository around them
+        facts = {"git.commit": commit, "git.dirty": os.environ.get(DIRTY, "")}
+        return {name: value for name, value in facts.items() if value}
+    commit = command_output("git", "rev-parse", "HEAD")
+    if not commit:
+        return {}
+    changes = command_output("git", "status", "--porcelain", "--untracked-files=no")
+    # It is unknown after a timeout in a large tree.
+    return {"git.commit": commit} | ({} if changes is None else {"git.dirty": str(bool(changes)).lower()})
+
+
+def commit_variables() -> dict[str, str]:
+    """Return the environment in which `commit_facts` gives the same answer."""
+    facts, names = commit_facts(), {COMMIT: "git.commit", DIRTY: "git.dirty"}
+    return {variable: facts[name] for variable, name in names.items() if name in facts}
+
+
+def command_output(*command: str) -> str | None:
+    """Return a command's output; None if it is missing, fails or takes longer than three seconds."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def versions() -> dict[str, str]:

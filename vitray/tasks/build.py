@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitray.config import Model, Run
+from vitray.config.classification import Finetune, Supervised
 from vitray.config.pretraining import Masked, Tokenizer
-from vitray.config.training import Finetune, Recompute, Supervised
+from vitray.config.training import Recompute
 from vitray.errors import ConfigError
 from vitray.models.blocks import Block
 from vitray.models.products import Products

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from vitray.config import Run
 from vitray.config.augmentation import Normalize
-from vitray.config.distillation import Distillation
-from vitray.config.training import Finetune, Supervised
+from vitray.config.classification import Distillation, Finetune, Supervised
 from vitray.models.network import AnyNetwork, build_network
 from vitray.models.products import Products
 from vitray.models.vit import TwoHeads, ViT

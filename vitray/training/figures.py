@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.config.figures import NEEDS
+from vitray.config.evaluation import NEEDS
 from vitray.data.shards.manifest import Dataset
 from vitray.inference.images import split_images
 from vitray.inference.models import spec_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.config.probes import PROBE_TRAITS
+from vitray.config.evaluation import PROBE_TRAITS
 from vitray.data.augment.keyed_random import raw_draws
 from vitray.data.augment.mixing import normalized
 from vitray.data.augment.views import View

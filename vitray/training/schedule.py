@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, assert_never
 
 from vitray.config import Run
-from vitray.config.durations import parse_duration
+from vitray.config.sections import parse_duration
 from vitray.config.training import Constant, Cosine, Linear, Optim
 from vitray.data.shares import PAIR, share_sizes
 from vitray.errors import ConfigError

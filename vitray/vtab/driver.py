@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from vitray.cluster import session
 from vitray.config import Run, load_run
+from vitray.config.classification import Finetune
 from vitray.config.parsing import parse_overrides, split_words
-from vitray.config.training import Finetune
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError
 from vitray.evaluation.classes import class_numbers

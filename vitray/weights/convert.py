@@ -8,8 +8,7 @@ from torch import Tensor
 
 from vitray.config import Model, Run
 from vitray.config.augmentation import Normalize
-from vitray.config.model_names import axial_resnet
-from vitray.config.torchvision_names import is_torchvision
+from vitray.config.model_names import axial_resnet, is_torchvision
 from vitray.errors import ConfigError, nearest, one_line
 from vitray.models.network import AnyNetwork
 from vitray.models.torchvision_networks import TorchvisionNetwork

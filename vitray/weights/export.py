@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vitray.config import Model
-from vitray.config.model_names import WIDTHS, width_key
-from vitray.config.torchvision_names import PREFIX, is_torchvision
+from vitray.config.model_names import TORCHVISION, WIDTHS, is_torchvision, width_key
 from vitray.errors import ConfigError
 from vitray.models.network import AnyNetwork
 from vitray.models.stems import ChannelNorm
@@ -193,7 +192,7 @@ def _torchvision_program(vit: AnyNetwork) -> str:
         return _program("torchvision", _torchvision_code(model))
     arguments = {"weights": None, "num_classes": model.num_classes, **constructor_settings(model)}
     listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return _program("torchvision", f"torchvision.models.get_model({model.name.removeprefix(PREFIX)!r}, {listed})")
+    return _program("torchvision", f"torchvision.models.get_model({model.name.removeprefix(TORCHVISION)!r}, {listed})")
 
 
 def _torchvision_code(model: Model) -> str:

@@ -5,8 +5,7 @@ from typing import NamedTuple, get_args
 
 from torch import nn
 
-from vitray.config.finetuning import Part
-from vitray.config.training import Finetune
+from vitray.config.classification import Finetune, Part
 from vitray.errors import ConfigError
 from vitray.models.adapters import add_lora
 from vitray.models.network import AnyNetwork

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from vitray.config import Model, Run
 from vitray.config.augmentation import Normalize
-from vitray.config.distillation import Distillation
+from vitray.config.classification import Distillation, Finetune
 from vitray.config.pretraining import Beit
-from vitray.config.training import Finetune
 from vitray.errors import ConfigError, nearest
 from vitray.models.network import AnyNetwork, build_network
 from vitray.models.products import Products

@@ -1,7 +1,7 @@
 """The draws of an augmentation after its crop: flip, policy and jitter as operations with amounts; no pixels.
 
-A Ray Data task applies them to its image (policy.py), or sends them beside the crop to the worker, which applies them
-to whole batches (batch_policy.py). Loads neither torch nor torchvision.
+A Ray Data task applies them to its image (ops_pillow.py), or sends them beside the crop to the worker, which applies
+them to whole batches (ops_tensor.py). Loads neither torch nor torchvision.
 Shapes: B images, S operations of an image.
 """
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vitray.config.augmentation import Augment, Mix, Normalize
-from vitray.config.traits import Need
+from vitray.config.sections import Need
 from vitray.data.augment.keyed_random import step_generator
 
 # The defaults of timm: share of the area, and height / width, of an erased rectangle.

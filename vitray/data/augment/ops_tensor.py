@@ -1,4 +1,4 @@
-"""The operations of an augmentation on whole batches, on any device: bit-equal to Pillow's on each image (policy.py).
+"""The operations of an augmentation on whole batches, on any device: bit-equal to those of `ops_pillow.py` on images.
 
 Draws and row numbers are on the host, so nothing waits for the device. Pillow's own arithmetic is repeated, in integers
 or one rounding at a time, because torchvision's kernels for tensors differ from Pillow, as in grayscale, blur, rotation

@@ -44,23 +44,11 @@ def check_dataset(dataset: Dataset) -> None:
         list(pool.map(lambda shard: check_shard(dataset.address(shard), shard.bytes, shard.sha256), shards))
 
 
+@lru_cache(maxsize=2**16)
 def check_shard(url: str, size: int, sha256: str) -> None:
     """Refuse a local shard with other content than in dataset.json; without a read if this machine has checked it."""
-    if not storage.is_remote(url):
-        _check_content(url, size, sha256)
-
-
-def mark_checked(url: str, sha256: str) -> None:
-    """Spare the check on this machine: the caller has just written the shard."""
-    if not storage.is_remote(url):
-        with suppress(OSError):
-            mark = _mark(url, sha256)
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.write_text(f"{url}\n")
-
-
-@lru_cache(maxsize=2**16)
-def _check_content(url: str, size: int, sha256: str) -> None:
+    if storage.is_remote(url):
+        return
     with shard_errors(url):
         path = storage.filesystem(url)[1]
         if (got := os.stat(path).st_size) != size:
@@ -84,6 +72,15 @@ def _check_content(url: str, size: int, sha256: str) -> None:
         finally:
             if file is not None:
                 os.close(file)
+
+
+def mark_checked(url: str, sha256: str) -> None:
+    """Spare the check on this machine: the caller has just written the shard."""
+    if not storage.is_remote(url):
+        with suppress(OSError):
+            mark = _mark(url, sha256)
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.write_text(f"{url}\n")
 
 
 def _mark(url: str, sha256: str) -> Path:

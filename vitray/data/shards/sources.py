@@ -411,7 +411,10 @@ def _number_labels(
         if not reason and entry.size > LARGEST_FILE:
             reason = f"too large: {entry.size} bytes"
         if not reason and plain is None and kind != "demo":
-            reason = "no label" if entry.label in (None, "", -1, "-1") else f"no label: got {_quoted(entry.label)}"
+            reason = "no label"
+            if entry.label not in (None, "", -1, "-1"):
+                beginning = entry.label[:40] if isinstance(entry.label, str) else entry.label
+                reason = f"no label: got {printable(repr(beginning)[:40])}"
         if reason:
             rejects.append(Reject(entry.split, entry.name, reason))
         else:
@@ -436,8 +439,3 @@ def _plain_label(label: Any, name: str, kind: Kind) -> int | str | None:
     if isinstance(label, float) and label.is_integer():
         label = int(label)
     return label if isinstance(label, int) and label >= 0 else None
-
-
-def _quoted(label: Any) -> str:
-    """Return the beginning of an unusable label, as a reason for rejecting its image."""
-    return printable(repr(label[:40] if isinstance(label, str) else label)[:40])

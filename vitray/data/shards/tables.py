@@ -3,11 +3,11 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 
 from vitray.errors import ConfigError, nearest
 from vitray.system import storage
+
+Part = TypeVar("Part")
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "png")
 # A Parquet file of a kilobyte may hold a billion rows: equal values, and values that repeat an earlier one, take almost
@@ -49,9 +51,8 @@ def _opened(url: str, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
             size, layout = files.get_file_info(path).size, file.metadata
             if layout.num_rows > max(1, size):
                 raise ConfigError(f"{url}: {layout.num_rows:,} rows in {size:,} bytes, expected at most one a byte")
-            unpacked = sum(layout.row_group(group).total_byte_size for group in range(layout.num_row_groups))
-            if unpacked > _most_bytes(size):
-                raise ConfigError(_expansion(url, "rows", size))
+            groups = (layout.row_group(group) for group in range(layout.num_row_groups))
+            list(_bounded(groups, lambda group: group.total_byte_size, url, size, "rows"))
             yield file
     except FileNotFoundError:
         raise ConfigError(f"{url}: no such file") from None
@@ -146,14 +147,12 @@ def read_images(url: str, image: str | None, rows: Sequence[int]) -> Iterator[by
         path = _image_path(file.schema_arrow, image, url)
         starts = np.cumsum([0, *_group_sizes(file)])
         groups = (np.searchsorted(starts, rows, side="right") - 1).tolist()
-        size = _size(url)
-        left = _most_bytes(size)
-        for group, members in groupby(zip(rows, groups, strict=True), key=itemgetter(1)):
-            for content in _read_group(file, group, path, [row - int(starts[group]) for row, _ in members]):
-                left -= len(content)
-                if left < 0:
-                    raise ConfigError(_expansion(url, "images", size))
-                yield content
+        contents = (
+            content
+            for group, members in groupby(zip(rows, groups, strict=True), key=itemgetter(1))
+            for content in _read_group(file, group, path, [row - int(starts[group]) for row, _ in members])
+        )
+        yield from _bounded(contents, len, url, _size(url), "images")
 
 
 def _read_group(file: pq.ParquetFile, group: int, path: str, rows: Sequence[int]) -> Iterator[bytes]:
@@ -178,14 +177,19 @@ def _size(url: str) -> int:
     return version.size if version else 0
 
 
-def _most_bytes(size: int) -> int:
-    """Return the bytes to which a file of a size may expand."""
-    return max(SMALL, MOST_EXPANSION * size)
-
-
-def _expansion(url: str, content: str, size: int) -> str:
-    most = f"expected at most {MOST_EXPANSION} times its own"
-    return f"{url}: {size:,} bytes, but its {content} take more than {_most_bytes(size):,}; {most}"
+def _bounded(
+    parts: Iterable[Part], bytes_of: Callable[[Part], int], url: str, size: int, content: str
+) -> Iterator[Part]:
+    """Yield the parts of a file's content; refuse a file of this size that expands out of proportion."""
+    left = most = max(SMALL, MOST_EXPANSION * size)
+    for part in parts:
+        left -= bytes_of(part)
+        if left < 0:
+            raise ConfigError(
+                f"{url}: {size:,} bytes, but its {content} take more than {most:,}; expected at most"
+                f" {MOST_EXPANSION} times its own"
+            )
+        yield part
 
 
 def read_index(url: str) -> tuple[list[str], Iterable[dict[str, str]]]:
@@ -208,13 +212,15 @@ def read_index(url: str) -> tuple[list[str], Iterable[dict[str, str]]]:
 
 
 def _index_rows(url: str, names: Sequence[str]) -> Iterator[dict[str, str]]:
-    size = _size(url)
-    left = _most_bytes(size)
     with _opened(url, names) as file:
-        for batch in file.iter_batches(columns=list(names)):
-            columns = [["" if value is None else str(value) for value in _values(each)] for each in batch.columns]
-            for row in zip(*columns, strict=True):
-                left -= sum(map(len, row))
-                if left < 0:
-                    raise ConfigError(_expansion(url, "texts", size))
-                yield dict(zip(names, row, strict=True))
+        rows = (
+            row
+            for batch in file.iter_batches(columns=list(names))
+            for row in zip(*(map(_text, _values(column)) for column in batch.columns), strict=True)
+        )
+        for row in _bounded(rows, lambda row: sum(map(len, row)), url, _size(url), "texts"):
+            yield dict(zip(names, row, strict=True))
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)

@@ -1,20 +1,22 @@
-"""Writing a dataset: inspect every image, plan the shards, write them, and write dataset.json last.
+"""Writing a dataset: inspect every image, find duplicates, plan and write the shards, and write dataset.json last.
 
 As in the inspection, work files under DEST/.work are named after their inputs: a restarted command reuses them.
 """
 
 import hashlib
 import json
+import math
 import posixpath
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vitray.cluster.storage_check import check_readable, check_writable
@@ -22,6 +24,7 @@ from vitray.data.shards.checking import check_dataset, mark_checked
 from vitray.data.shards.inspection import WORK, content_name, inspect_source, write_rejects
 from vitray.data.shards.manifest import (
     MANIFEST,
+    Channels,
     Columns,
     Dataset,
     Duplicates,
@@ -31,15 +34,26 @@ from vitray.data.shards.manifest import (
     open_dataset,
     save_dataset,
 )
-from vitray.data.shards.options import ShardRequest
-from vitray.data.shards.plan import channel_statistics, find_duplicates, plan_shards
+from vitray.data.shards.options import ShardRequest, ShardSettings
 from vitray.data.shards.ray_tasks import run_tasks, run_with_progress, tasks_at_a_time
-from vitray.data.shards.sources import DetectedSource, Listing, Reject, detect_source, list_source, read_ranges
+from vitray.data.shards.sources import (
+    DetectedSource,
+    Listing,
+    Reject,
+    detect_source,
+    list_source,
+    read_ranges,
+    shuffle_key,
+)
 from vitray.data.shards.tables import ImageTable
 from vitray.errors import ConfigError, nearest
 from vitray.system import storage
 from vitray.system.lease import FOLDER, check_owner, own_folder
 
+# Two images are near duplicates within this many of the 128 bits of the fingerprint, and this many gray levels.
+NEAR_BITS = 3
+NEAR_LEVELS = 8
+GROUP_BYTES = 6 * 10**6
 # Class names that a message lists.
 MOST_NAMED = 20
 SHARD_NAME = re.compile(r"[^/]+-\d{5}-of-\d{5}\.parquet")
@@ -149,7 +163,92 @@ def select_classes(listing: Listing, names: Sequence[str] | None) -> Listing:
     return listing._replace(items=items, classes=tuple(names))
 
 
-# ---- second pass: the shards ----------------------------------------------------------------------------------------
+# ---- from the table of inspected images to the content of each shard -------------------------------------------------
+
+
+class ShardPlan(NamedTuple):
+    """One shard to write."""
+
+    split: str
+    name: str
+    rows: pa.Table
+    row_group: int
+
+
+def find_duplicates(images: pa.Table, how: Literal["exact", "perceptual", "off"]) -> tuple[Duplicates, dict[int, int]]:
+    """Return the counts, and {row of train: row of another split with the same image}."""
+    match how:
+        case "exact":
+            first: dict[str, int] = {}
+            originals = [first.setdefault(content, row) for row, content in enumerate(images["sha256"].to_pylist())]
+        case "perceptual":
+            originals = _near_originals(images)
+        case "off":
+            originals = list(range(images.num_rows))
+    splits = images["split"].to_pylist()
+    groups: dict[int, list[int]] = defaultdict(list)
+    for row, original in enumerate(originals):
+        groups[original].append(row)
+    within: dict[str, int] = dict.fromkeys(dict.fromkeys(splits), 0)
+    across, in_train = 0, {}
+    for rows in groups.values():
+        members = [splits[row] for row in rows]
+        for split in set(members):
+            within[split] += members.count(split) - 1
+        if len(set(members)) > 1:
+            elsewhere = next(row for row in rows if splits[row] != "train")
+            shared = [row for row in rows if splits[row] == "train"]
+            in_train |= dict.fromkeys(shared, elsewhere)
+            across += len(shared) or len(set(members)) - 1
+    return Duplicates(within=within, across=across, removed=len(in_train)), in_train
+
+
+def _near_originals(images: pa.Table) -> list[int]:
+    """Return, for each row, the first row near it, which may be itself."""
+    grays = [sum(sums[:3]) / 3 / area for sums, area in zip(images["moments"].to_pylist(), _areas(images), strict=True)]
+    prints = [int.from_bytes(bits) for bits in images["fingerprint"].to_pylist()]
+    # 3 different bits leave one of 4 bands of 32 bits unchanged: near duplicates share a band.
+    buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
+    originals = []
+    for row, (bits, gray) in enumerate(zip(prints, grays, strict=True)):
+        bands = [(band, bits >> 32 * band & 0xFFFFFFFF) for band in range(NEAR_BITS + 1)]
+        near = (
+            other
+            for band in bands
+            for other in buckets[band]
+            if (prints[other] ^ bits).bit_count() <= NEAR_BITS and abs(grays[other] - gray) <= NEAR_LEVELS
+        )
+        original = min(near, default=row)
+        if original == row:
+            for band in bands:
+                buckets[band].append(row)
+        originals.append(original)
+    return originals
+
+
+def _areas(images: pa.Table) -> list[int]:
+    return [w * h for w, h in zip(images["width"].to_pylist(), images["height"].to_pylist(), strict=True)]
+
+
+def plan_shards(images: pa.Table, settings: ShardSettings) -> list[ShardPlan]:
+    """Return the shards of each split: its images shuffled and cut into nearly equal numbers of rows."""
+    splits, names = images["split"].to_pylist(), images["name"].to_pylist()
+    plans = []
+    for split in sorted(set(splits)):
+        rows = [row for row, other in enumerate(splits) if other == split]
+        shuffled = sorted((shuffle_key(settings.seed, "shuffle", names[row]), row) for row in rows)
+        table = images.take([row for _, row in shuffled]).combine_chunks()
+        total = sum(table["size"].to_pylist())
+        count = min(len(rows), math.ceil(total / settings.shard_bytes))
+        group = settings.row_group or max(16, min(128, GROUP_BYTES * len(rows) // total))
+        for index in range(count):
+            start, stop = len(rows) * index // count, len(rows) * (index + 1) // count
+            name = f"{split}-{index:05d}-of-{count:05d}.parquet"
+            plans.append(ShardPlan(split, name, table.slice(start, stop - start), group))
+    return plans
+
+
+# ---- second pass: the shards -----------------------------------------------------------------------------------------
 
 
 def _write_shards(request: ShardRequest, images: pa.Table, at_a_time: int, owner: str) -> Shards:
@@ -240,7 +339,7 @@ def index_shard(table: ImageTable, source: str, dest: str) -> Shard:
         )
 
 
-# ---- the end --------------------------------------------------------------------------------------------------------
+# ---- the end ---------------------------------------------------------------------------------------------------------
 
 
 def _describe(
@@ -273,6 +372,18 @@ def _describe(
         duplicates=copies,
         url=request.dest,
     )
+
+
+def channel_statistics(images: pa.Table) -> tuple[Channels, Channels]:
+    """Return mean and standard deviation of each channel over the train pixels (all if there is no train), in 0..1."""
+    train = images.filter(pc.field("split") == "train")
+    table = train if train.num_rows else images
+    area = sum(_areas(table))
+    moments = [sum(column) for column in zip(*table["moments"].to_pylist(), strict=True)]
+    means = [total / area for total in moments[:3]]
+    spreads = [math.sqrt(max(0.0, square / area - mean**2)) for square, mean in zip(moments[3:], means, strict=True)]
+    red, green, blue, *stds = (round(value / 255, 6) for value in (*means, *spreads))
+    return (red, green, blue), (stds[0], stds[1], stds[2])
 
 
 def _remove_leftovers(request: ShardRequest, names: set[str]) -> None:

@@ -8,6 +8,7 @@ functions that need it import it: Ray Data's coordinator loads this module and d
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -152,9 +153,15 @@ def decode_positions(
         if view.sent:
             images |= draw_columns(view.sent, len(positions))
         for index, position in enumerate(positions.tolist()):
-            write_view = partial(_write_view, images, index, view=view, copy=int(numbers[index]))
-            candidates = _candidates(int(wanted[index]), position, order)
-            images["row"][index], images["label"][index] = _first_valid(candidates, write_view, stored, rows)
+            copy = int(numbers[index])
+            for row in _candidates(int(wanted[index]), position, order):
+                content, label, key = stored.get(row) or _fetch_rows(np.array([row]), rows)[row]
+                with suppress(UndecodableImage):
+                    _write_view(images, index, content, key, view, copy)
+                    images["row"][index], images["label"][index] = row, label
+                    break
+            else:
+                raise UndecodableImage(f"none of {order.images} images can be decoded")
         images["corrupt"] = np.where(images["row"] == wanted, -1, wanted)
         yield images
 
@@ -164,24 +171,6 @@ def _candidates(row: int, position: int, order: EpochOrder) -> Iterator[int]:
     yield row
     for at in range(position + 1, position + order.images):
         yield int(order.at(np.array([at % order.images]))[0][0])
-
-
-def _first_valid(
-    candidates: Iterator[int],
-    write_view: Callable[[np.ndarray | bytes, str], None],
-    stored: StoredRows,
-    rows: SplitRows,
-) -> tuple[int, int]:
-    """Write the view of the first image that can be decoded, and return its row and label."""
-    tried = 0
-    for row in candidates:
-        content, label, key = stored.get(row) or _fetch_rows(np.array([row]), rows)[row]
-        try:
-            write_view(content, key)
-            return row, label
-        except UndecodableImage:
-            tried += 1
-    raise UndecodableImage(f"none of {tried} images can be decoded")
 
 
 def _write_view(

@@ -1,4 +1,6 @@
-"""The order of images as a function of (dataset, seed, epoch), and its division among workers. Arithmetic only.
+"""The order of images as a function of (dataset, seed, epoch), and its division among workers and Ray Data tasks.
+
+Arithmetic only.
 
 An epoch's order: the row groups of the split are permuted; their rows, one group after another, are cut into regions of
 2048 rows, and a region into 8 lanes. A lane has neighboring rows, in two halves of 128. A pair is a random row of each
@@ -12,11 +14,18 @@ A position counts the images of an epoch. Step k of a global batch of B takes po
 worker takes every n-th pair of them: pairs stay together because mixup and cutmix mix their two images. Where the
 number of workers does not divide the pairs, as in elastic training, some workers take one pair more than others
 (`vitray.data.shares`).
+
+A task decodes a piece: a range of positions, restricted to neighboring lanes of the order. It contains the rows of few
+row groups, whatever the number of workers. Where that number allows it, the workers form teams that own disjoint lanes:
+a piece then serves one team. It yields one block for each member of its team, an empty one included, so that pieces in
+their order deal one block to every worker in turn.
 Shapes: L lanes, 2 halves of a lane, P pairs of a lane.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +36,13 @@ from vitray.data.shares import PAIR, dealt_unit
 REGION, LANES = 2048, 8
 # Bit-reversed: the lanes of every second or fourth pair are neighbors, which share row groups.
 DEAL = [int(f"{lane:03b}"[::-1], 2) for lane in range(LANES)]
+# About a second of decoding: long beside the start of a task, short enough to balance.
+ROWS = 1024
+PIECE_BYTES = 208 * 2**20
+# Rows of a block for each worker: at 2,000 images/s a worker, 125 blocks/s.
+BLOCK_ROWS = 16
+# Tasks whose blocks memory holds at a time, for each worker: about three run, others wait for their turn.
+TASKS_PER_WORKER = 8
 
 
 class Region(NamedTuple):
@@ -172,3 +188,95 @@ def ranks_of(positions: np.ndarray, batch: int, workers: int) -> np.ndarray:
     Single images are dealt instead where equal shares are odd, or where there are fewer pairs than workers.
     """
     return positions % batch // dealt_unit(batch, workers) % workers
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """The work of one task: positions `start` to `end` of an epoch in lanes `first` to `last`, for one team."""
+
+    epoch: int
+    start: int
+    end: int
+    first: int
+    last: int
+    team: int
+
+
+class Cut(NamedTuple):
+    """How a stream is cut into pieces."""
+
+    batch: int
+    """Images of a global batch."""
+    workers: int
+    repeats: int
+    rows: int
+    """The most rows of a piece, and so of a block."""
+    held: int
+    """The most rows that all workers together may hold while they wait for a step's last block."""
+
+    @staticmethod
+    def fitting(size: tuple[int, int], memory: int, batch: int, workers: int, repeats: int = 1) -> "Cut":
+        """Return how to cut images of a size so that an object store of this memory holds several pieces."""
+        image = size[0] * size[1] * 3
+        rows = ROWS
+        while rows > 1 and rows * image > min(PIECE_BYTES, memory // 8):
+            rows //= 2
+        cut = Cut(batch, workers, repeats, rows, held=memory // 2 // image)
+        # One process hands out the blocks of all workers, so many workers get larger ones where memory allows.
+        while (
+            cut.rows < BLOCK_ROWS * workers * cut.members
+            and 2 * cut.rows * image * TASKS_PER_WORKER * workers <= memory
+        ):
+            cut = cut._replace(rows=2 * cut.rows)
+        return cut
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether a region does not fit into memory, so that pieces take all lanes of few positions."""
+        return REGION * self.repeats > self.held
+
+    @property
+    def teams(self) -> int:
+        """The number of teams; worker r is in team r % teams."""
+        if self.is_narrow or self.repeats > 1 or self.batch % PAIR or dealt_unit(self.batch, self.workers) < PAIR:
+            return 1
+        return gcd(self.workers, self.batch // PAIR, LANES)
+
+    @property
+    def members(self) -> int:
+        """The number of workers of a team."""
+        return self.workers // self.teams
+
+    def place(self, rank: int) -> int:
+        """Return the place of a worker in the order in which pieces deal their blocks."""
+        return DEAL[rank % self.teams] * self.teams // LANES * self.members + rank // self.teams
+
+    def pieces(self, epoch: int, start: int, end: int) -> Iterator[Piece]:
+        """Yield the pieces of positions `start` to `end` of an epoch, in order."""
+        if self.is_narrow:
+            for at in range(start, end, self.rows):
+                yield Piece(epoch, at, min(at + self.rows, end), 0, LANES, 0)
+            return
+        region = REGION * self.repeats
+        rows = region // self.teams  # of a team in a region
+        parts = 1
+        while rows // parts > self.rows and self.teams * parts < LANES:
+            parts *= 2
+        span = region * max(1, min(self.rows * parts // rows, self.held // region))
+        lanes = LANES // self.teams // parts
+        team_of = {DEAL[team] * self.teams // LANES: team for team in range(self.teams)}
+        for at in range(start // span * span, end, span):
+            for part in range(parts):
+                for place in range(self.teams):
+                    first = (place * parts + part) * lanes
+                    yield Piece(epoch, max(at, start), min(at + span, end), first, first + lanes, team_of[place])
+
+    def shares(self, piece: Piece) -> list[np.ndarray]:
+        """Return the ascending positions of a piece for each member of its team, in the order of their places."""
+        positions = np.arange(piece.start, piece.end)
+        lanes = np.array(DEAL)[positions // PAIR // self.repeats % LANES]
+        positions = positions[(lanes >= piece.first) & (lanes < piece.last)]
+        ranks = ranks_of(positions, self.batch, self.workers)
+        return [positions[ranks == member * self.teams + piece.team] for member in range(self.members)]

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitray.data.augment.draws import Draws
 from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.stream.batches import HostBatch
 
@@ -98,16 +97,12 @@ class Prefetcher:
             assert images is not None
             assert labels is not None
             if batch.draws is not None:
-                _augment(images, batch.draws)
+                # Imported here: torchvision takes seconds, and most runs augment in tasks.
+                from vitray.data.augment.ops_tensor import apply_draws
+
+                apply_draws(images, batch.draws)
         copied = self._copies.record_event() if self._copies else None
         return DeviceBatch(images, labels, batch.positions, batch.rows, masks), copied
-
-
-def _augment(images_BHWC: Tensor, draws: Draws) -> None:
-    # Imported here: torchvision takes seconds, and most runs augment in tasks.
-    from vitray.data.augment.ops_tensor import apply_draws
-
-    apply_draws(images_BHWC, draws)
 
 
 def _own_tensor(array: np.ndarray, pinned: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """A split as each worker's batches, in a reproducible order, read and decoded by Ray Data.
 
 One execution serves all workers: from_items(pieces) -> map_batches(read, decode, augment) -> streaming_split. The
-pieces are planned (pieces.py): Ray neither drops nor moves an image, it deals their blocks to the workers in turn.
+pieces are planned (epoch_order.py): Ray neither drops nor moves an image, it deals their blocks to the workers in turn.
 """
 
 import logging
@@ -23,8 +23,7 @@ from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.batches import HostBatch, Share, StreamSpec
 from vitray.data.stream.cache import decoded_split
 from vitray.data.stream.decoding import Images, ViewSettings, decode_positions, empty_images, locate_rows
-from vitray.data.stream.epoch_order import EpochOrder, positions_of
-from vitray.data.stream.pieces import Cut, Piece
+from vitray.data.stream.epoch_order import Cut, EpochOrder, Piece, positions_of
 from vitray.errors import ConfigError
 
 # Ray Data's log lines that DataContext cannot turn off.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from vitray.config.figures import NEEDS
+from vitray.config.evaluation import NEEDS
 from vitray.errors import ConfigError, nearest
 from vitray.inspection.report.drawings import FigureResult
 from vitray.inspection.report.figures import (
