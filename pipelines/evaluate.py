@@ -17,8 +17,8 @@ def main(args: list[str]) -> dict[str, Any]:
     models = [word for word in options.words if "=" not in word] if options.vtab else options.words[:-1]
     storage.check_there(*models)
     if options.vtab:
-        from vitray.vtab.driver import VtabRequest, evaluate_vtab
-        from vitray.vtab.report import vtab_text
+        from vitray.evaluation.vtab.evaluate import VtabRequest, evaluate_vtab
+        from vitray.evaluation.vtab.page import vtab_text
 
         vtab = VtabRequest(options.words, options.vtab, recipes.path_of("finetune_sgd_imagenet"), options.split)
         vtab = vtab._replace(train_split=options.train_split, out=options.out, seeds=options.seeds)

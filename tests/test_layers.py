@@ -22,7 +22,7 @@ FLOORS = (
     {"vitray.training"},
     {"vitray.runs"},
     {"vitray.bench"},
-    {"vitray.sweeps", "vitray.vtab", "vitray.exports"},
+    {"vitray.sweeps", "vitray.evaluation.vtab", "vitray.exports"},
 )
 # Above all floors: the public names, and the verbs.
 ROOF = {"vitray", "pipelines"}
