@@ -9,6 +9,7 @@ from image_sets import write_dataset, write_network
 from test_layers import ROOT
 
 from pipelines.__main__ import main
+from pipelines.evaluate import read_options
 from vitray.config import Model, load_run
 from vitray.config.losses import LOSS_TRAITS, LossTraits
 from vitray.config.model_names import parse_name
@@ -16,7 +17,6 @@ from vitray.config.probes import PROBE_TRAITS, ProbeTraits, feature_probes, trai
 from vitray.config.stems import RESNETS, STEMS, Convolution, StemTraits
 from vitray.errors import ConfigError
 from vitray.evaluation.evaluate import Request, compute_evaluation
-from vitray.evaluation.options import read_options
 from vitray.evaluation.page import render
 from vitray.exports.export import export_network
 from vitray.exports.graphs import GRAPHS, write_torch_export

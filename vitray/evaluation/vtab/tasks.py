@@ -24,7 +24,7 @@ from vitray.data.shards.manifest import (
     save_dataset,
 )
 from vitray.errors import ConfigError
-from vitray.evaluation.probes import open_training
+from vitray.evaluation.evaluate import open_training
 from vitray.inference.images import EncodedImage, ImageSet, open_images, read_encoded, read_names
 from vitray.system import storage
 
