@@ -19,9 +19,8 @@ from vitray.errors import ConfigError
 from vitray.evaluation.evaluate import Request, compute_evaluation
 from vitray.evaluation.page import render
 from vitray.exports.export import export_network
-from vitray.exports.graphs import GRAPHS, write_torch_export
-from vitray.exports.libraries import COMPLETED
 from vitray.exports.options import TARGETS, ExportRequest, TargetTraits, check_request
+from vitray.exports.writers import COMPLETED, GRAPHS, write_torch_export
 from vitray.metrics.probes import PROBES, Probe
 from vitray.models.counts import count, diagram
 from vitray.models.probabilities import probability_of

@@ -16,7 +16,7 @@ from vitray.config.torchvision_names import NETWORKS, check_size
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.exports.folding import fold
-from vitray.exports.graphs import trace_program, write_onnx
+from vitray.exports.writers import trace_program, write_onnx
 from vitray.models.counts import count, diagram
 from vitray.models.network import build_network, vit_of
 from vitray.models.torchvision_networks import TorchvisionNetwork, torchvision_sizes
