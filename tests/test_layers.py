@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 # A module imports only from lower floors. A package stands for its modules, except those listed separately.
 FLOORS = (
     {"vitray.errors", "vitray.system.scratch", "vitray.system.commit", "vitray.cluster.local_ray"},
-    {"vitray.config", "vitray.system.storage", "vitray.pages.plotting", "vitray.cluster.session"},
+    {"vitray.config", "vitray.system.storage", "vitray.cluster.session"},
     {"vitray.models", "vitray.pages", "vitray.data.augment", "vitray.system"},
     {"vitray.weights", "vitray.cluster"},
     {"vitray.data", "vitray.tasks", "vitray.metrics", "vitray.inspection", "vitray.tracking"},
