@@ -270,8 +270,8 @@ def track_evaluation(evaluation: Evaluation, folder: str) -> None:
         with Tracker(run, params, tags, description) as tracker:
             tracker.datasets([dataset])
             tracker.scores(spec.url, ModelScores(0, metrics, dataset), description)
-            for file, text in files.items():
-                tracker.text(f"evaluation/{file}", text)
+            for name, text in files.items():
+                tracker.text(f"evaluation/{name}", text)
 
 
 def _description(evaluation: Evaluation, result: Result) -> str:
