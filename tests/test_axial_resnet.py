@@ -19,7 +19,7 @@ from vitray.config.model_names import AXIAL_RESNETS
 from vitray.errors import ConfigError
 from vitray.exports.folding import fold
 from vitray.exports.writers import trace_program, write_onnx
-from vitray.inspection.states import run_states
+from vitray.inspection.tokens import run_states
 from vitray.models.axial import AXES
 from vitray.models.axial_resnet import HEADS, AxialBottleneck, PositionalAttention
 from vitray.models.counts import Counts, count, diagram

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitray.inspection.levels import grid_of
-from vitray.inspection.states import chunks, run_states
 from vitray.inspection.tensors import Kind, NamedTensor, aligned, named_tensors, network_tensors
+from vitray.inspection.tokens import chunks, run_states
 from vitray.models.network import AnyNetwork
 from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT

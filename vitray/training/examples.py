@@ -8,8 +8,8 @@ from vitray.data.augment.mixing import normalized
 from vitray.data.augment.views import View, decode_views, usable
 from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.decoding import locate_rows, read_rows
+from vitray.inspection.attention import attention_maps
 from vitray.inspection.report.subjects import at_even_distances
-from vitray.inspection.rollout import attention_maps
 from vitray.metrics.arrays import Examples
 from vitray.models.network import AnyNetwork
 from vitray.models.probabilities import probabilities_of, probability_of

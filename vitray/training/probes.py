@@ -18,7 +18,7 @@ from vitray.data.augment.views import View, decode_views, usable
 from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.decoding import SplitRows, locate_rows, read_labels, read_rows
 from vitray.errors import ConfigError
-from vitray.inspection.attention_distance import attention_distances
+from vitray.inspection.attention import attention_distances
 from vitray.metrics.arrays import Labeled, ProbeInputs
 from vitray.metrics.probes import probe_scores
 from vitray.models.adapters import merge_lora

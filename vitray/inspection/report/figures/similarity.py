@@ -11,7 +11,7 @@ from torch import Tensor
 from vitray.inspection.report.drawings import DPI, FigureResult, Rows, add_bar, heat, prepare, to_array
 from vitray.inspection.report.subjects import Subject, View
 from vitray.inspection.similarity import FEWEST_IMAGES, cka, level_grams
-from vitray.inspection.states import has_levels
+from vitray.inspection.tokens import has_levels
 from vitray.pages.plotting import Theme, new_figure
 
 PROSE = (
