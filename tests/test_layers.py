@@ -53,7 +53,7 @@ DOORS = {
     },
     "pyarrow.fs": {"vitray.system.storage"},
     "matplotlib": {
-        "vitray.pages.plotting",
+        "vitray.pages",
         "vitray.bench",
         "vitray.evaluation",
         "vitray.inspection.report",

@@ -184,7 +184,7 @@ def render(evaluation: Evaluation) -> str:
         PageSection("scores", "Scores", _scores(results)),
         PageSection("differences", "Differences", _differences(evaluation)),
         PageSection("corruptions", "Corruptions", _corruptions(results)),
-        PageSection("calibration", "Calibration", [reliability_chart(*head).picture() for head in heads]),
+        PageSection("calibration", "Calibration", [reliability_chart(*head) for head in heads]),
         PageSection("classes", "Classes", _classes(heads)),
         PageSection("confusion", "Confusion", _confusion(heads)),
         PageSection("mistakes", "Most confident mistakes", _mistakes(evaluation, heads)),
@@ -255,7 +255,7 @@ def _differences(evaluation: Evaluation) -> Mapping[str, Any] | None:
     ]
     return {
         "prose": prose,
-        "chart": difference_chart(pairs).picture(),
+        "chart": difference_chart(pairs),
         "table": Table("Differences", columns, [_pair_row(pair) for pair in pairs]),
         "verdicts": [pair.sentence() for pair in pairs],
         **_agreement(evaluation),
@@ -314,14 +314,14 @@ def _classes(heads: Heads) -> Mapping[str, Any] | None:
         for each in sorted(scored.classification.classes, key=lambda each: (each.recall is None, each.recall or 0)):
             shares = ["–" if share is None else f"{share:.1%}" for share in (each.recall, each.precision)]
             rows.append([result.name, result.classes[each.label], f"{each.images:,}", *shares])
-    charts = [class_chart(result, scored).picture() for result, scored in heads]
+    charts = [class_chart(result, scored) for result, scored in heads]
     return {"charts": charts, "count": f"{len(rows):,}", "table": Table("Classes", columns, rows)}
 
 
 def _confusion(heads: Heads) -> Mapping[str, Any] | None:
     if not heads:
         return None
-    charts = [chart.picture() for result, scored in heads for chart in confusion_charts(result, scored)]
+    charts = [chart for result, scored in heads for chart in confusion_charts(result, scored)]
     columns = [Column("network"), Column("class"), Column("predicted as"), Column("images", True)]
     rows = [
         [result.name, result.classes[label], result.classes[predicted], f"{count:,}"]

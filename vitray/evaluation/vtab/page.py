@@ -106,7 +106,7 @@ def _datasets(evaluation: VtabEvaluation) -> Mapping[str, Any]:
     names = [result.name for result in evaluation.results]
     caption = "The lines are 95 % intervals for the test images alone."
     return {
-        "chart": interval_chart("Top-1 of each dataset", lines, names, "%", caption).picture(),
+        "chart": interval_chart("Top-1 of each dataset", lines, names, "%", caption),
         "table": Table("Datasets", columns, rows),
         "left_out": f"{left_out:,}" if left_out else None,
     }
