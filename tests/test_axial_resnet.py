@@ -18,8 +18,8 @@ from vitray.config.augmentation import Normalize
 from vitray.config.model_names import AXIAL_RESNETS
 from vitray.errors import ConfigError
 from vitray.exports.folding import fold
-from vitray.exports.graphs import trace_program, write_onnx
-from vitray.inspection.states import run_states
+from vitray.exports.writers import trace_program, write_onnx
+from vitray.inspection.tokens import run_states
 from vitray.models.axial_resnet import HEADS, AxialBottleneck, PositionalAttention
 from vitray.models.branches import AXES
 from vitray.models.counts import Counts, count, diagram

@@ -139,7 +139,7 @@ def test_the_public_names_resolve():
 
     for name in vitray.PUBLIC:
         assert getattr(vitray, name).__module__.startswith("vitray")
-    assert vitray.inspect.attention_maps.__module__ == "vitray.inspection.rollout"
+    assert vitray.inspect.attention_maps.__module__ == "vitray.inspection.attention"
     with pytest.raises(AttributeError, match="vitray has no 'Vit'"):
         vitray.Vit  # noqa: B018
 

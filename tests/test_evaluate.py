@@ -38,11 +38,10 @@ from vitray.evaluation.charts import (
     most_confused,
     recall_rank,
 )
-from vitray.evaluation.classes import check_same_classes, class_numbers
+from vitray.evaluation.classes import all_classes, check_same_classes, class_numbers, numbered
 from vitray.evaluation.corruptions import SEVERITIES, corrupt
 from vitray.evaluation.evaluate import Request, compute_evaluation
 from vitray.evaluation.page import render
-from vitray.evaluation.probes import all_classes, numbered
 from vitray.evaluation.results import Evaluation, Result, compare, score
 from vitray.evaluation.texts import score_text, scores_text
 from vitray.inference import outputs
@@ -441,7 +440,7 @@ def test_a_label_set_compares_networks_whose_classes_are_not_those_of_the_folder
         save_model(str(tmp_path / name), run, vit, ids)
     mappings = tmp_path / "mappings"
     mappings.mkdir()
-    monkeypatch.setattr("vitray.evaluation.labeling.read_label_set", lambda *_: shapes_of(SHAPES[:4]))
+    monkeypatch.setattr("vitray.evaluation.evaluate.read_label_set", lambda *_: shapes_of(SHAPES[:4]))
     both = verb(
         *(capsys, tmp_path / "model", tmp_path / "second", place / "photos", "--labels", f"objectnet={mappings}"),
         *("--out", tmp_path / "both"),

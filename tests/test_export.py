@@ -24,7 +24,7 @@ from vitray.exports import options
 from vitray.exports.export import export_network
 from vitray.exports.options import ExportRequest
 from vitray.exports.parity import compare_logits, views
-from vitray.exports.preparation import image_processor_of, preprocessing_of
+from vitray.exports.writers import image_processor_of, preprocessing_of
 from vitray.inference.images import open_images
 
 CLASSES = ["cat", "dog", "owl", "fox", "hen"]

@@ -15,7 +15,7 @@ from vitray.config import Model
 from vitray.config.augmentation import Normalize
 from vitray.config.model_names import STEMS
 from vitray.exports.folding import FoldedBlock, Int8Linear, fold
-from vitray.exports.graphs import trace_program, write_onnx, write_torch_export
+from vitray.exports.writers import trace_program, write_onnx, write_torch_export
 from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec
 from vitray.models.vit import ViT
@@ -188,9 +188,9 @@ def test_an_archive_runs_without_vitray_and_holds_no_pickle(tmp_path, compiled):
 READ_AN_ONNX_FILE = """
 import sys
 from pathlib import Path
-from vitray.exports import graphs
+from vitray.exports import writers
 assert "onnxruntime" not in sys.modules
-quantize = graphs._quantize_dynamically if sys.argv[2] == "quantize" else graphs.open_onnx
+quantize = writers._quantize_dynamically if sys.argv[2] == "quantize" else writers.open_onnx
 quantize(Path(sys.argv[1]))
 assert "onnxruntime" in sys.modules
 """

@@ -10,9 +10,8 @@ from vitray.config import Model
 from vitray.errors import ConfigError
 from vitray.inspection import attention_distances, attention_maps, gradient_rollout
 from vitray.inspection import levels as levels_module
-from vitray.inspection.attention_distance import patch_distances, spread_of
+from vitray.inspection.attention import patch_distances, rollout_through, spread_of, sum_of_branches
 from vitray.inspection.levels import images_at_once, run_levels
-from vitray.inspection.rollout import rollout_through, sum_of_branches
 from vitray.models.vit import ViT
 
 # Class token or mean, branches, grid (rows x columns of patches of 8 pixels).

@@ -14,15 +14,14 @@ from transformers import ViTConfig, ViTForImageClassification
 from vitray.config import Model
 from vitray.inspection import levels
 from vitray.inspection import similarity as similarity_module
-from vitray.inspection import states as states_module
+from vitray.inspection import tokens as tokens_module
 from vitray.inspection.changes import feature_changes, tensor_changes
 from vitray.inspection.filters import effective_stem, linear_share, principal_components, receptive_field, stem_filters
 from vitray.inspection.levels import run_levels
 from vitray.inspection.positions import position_similarity, relative_lengths, relative_terms
 from vitray.inspection.similarity import cka, gram, hsic, level_grams, u_centered
-from vitray.inspection.states import chunks, run_states
 from vitray.inspection.tensors import KINDS, layerscales, named_tensors, spectra
-from vitray.inspection.tokens import token_norms
+from vitray.inspection.tokens import chunks, run_states, token_norms
 from vitray.models.positions import resample
 from vitray.models.vit import ViT, regroup
 from vitray.tasks.build import recompute_activations
@@ -102,7 +101,7 @@ def test_filters_leave_no_gradient_behind():
 
 @pytest.mark.parametrize("stem", ["linear_gelu", "hmlp_ln", "conv"])
 def test_the_linear_share_is_that_of_a_loop_over_tokens(stem, monkeypatch):
-    monkeypatch.setattr(states_module, "MAX_STATE_BYTES", 1)  # image by image
+    monkeypatch.setattr(tokens_module, "MAX_STATE_BYTES", 1)  # image by image
     vit, batch = network(f"vit_u1x1_16_{stem}", image_size=48), 0.05 * images(3, 48, 64)
     effective = effective_stem(vit, batch.mean(dim=(0, 2, 3)))
     start, size = effective.field
@@ -270,7 +269,7 @@ def features_of(vit, batch, reading) -> list[np.ndarray]:
 @pytest.mark.parametrize("reading", ["tokens", "pooled"])
 @pytest.mark.parametrize("at_once", [1, 10**9])
 def test_cka_equals_its_definition_with_full_gram_matrices(reading, at_once, monkeypatch):
-    monkeypatch.setattr(states_module, "MAX_STATE_BYTES", at_once)
+    monkeypatch.setattr(tokens_module, "MAX_STATE_BYTES", at_once)
     monkeypatch.setattr(similarity_module, "TOKENS_AT_ONCE", 4)
     batch, of_other = images(11), images(11, 32, 16, seed=9)
     first, second = network("vit_u3x1_8", class_token=False, pool="mean"), network("vit_s2x2_8", 1, image_size=(32, 16))
@@ -334,7 +333,7 @@ def test_too_few_images_are_one_message():
 def test_norms_are_those_of_each_token_in_parts_of_any_size(monkeypatch):
     vit, batch = network("vit_u2x2_8"), images()
     whole = token_norms(vit, batch)
-    monkeypatch.setattr(states_module, "MAX_STATE_BYTES", 1)
+    monkeypatch.setattr(tokens_module, "MAX_STATE_BYTES", 1)
     assert len(chunks(vit, batch)) == 6
     with torch.no_grad():
         passed = list(run_states(vit, batch))
@@ -474,7 +473,7 @@ def test_a_change_from_zeros_has_no_relative_size():
 
 def test_feature_changes_equal_a_loop_over_images(monkeypatch):
     base, other = network(), network(seed=1)
-    monkeypatch.setattr(states_module, "MAX_STATE_BYTES", 1)
+    monkeypatch.setattr(tokens_module, "MAX_STATE_BYTES", 1)
     batch, of_other = images(), images(seed=4)
     got = feature_changes(base, other, batch, of_other)
     with torch.no_grad():

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 # A module imports only from lower floors. A package stands for its modules, except those listed separately.
 FLOORS = (
     {"vitray.errors", "vitray.system.scratch", "vitray.cluster.local_ray"},
-    {"vitray.config", "vitray.system.storage", "vitray.pages.plotting", "vitray.cluster.session"},
+    {"vitray.config", "vitray.system.storage", "vitray.cluster.session"},
     {"vitray.models", "vitray.pages", "vitray.data.augment", "vitray.system"},
     {"vitray.weights", "vitray.cluster"},
     {"vitray.data", "vitray.tasks", "vitray.metrics", "vitray.inspection"},
@@ -23,7 +23,7 @@ FLOORS = (
     {"vitray.evaluation", "vitray.inspection.report"},
     {"vitray.training"},
     {"vitray.runs"},
-    {"vitray.bench", "vitray.sweeps", "vitray.vtab", "vitray.exports"},
+    {"vitray.bench", "vitray.sweeps", "vitray.evaluation.vtab", "vitray.exports"},
 )
 # Above all floors: the public names, and the verbs.
 ROOF = {"vitray", "pipelines"}
@@ -53,7 +53,7 @@ DOORS = {
     },
     "pyarrow.fs": {"vitray.system.storage"},
     "matplotlib": {
-        "vitray.pages.plotting",
+        "vitray.pages",
         "vitray.bench",
         "vitray.evaluation",
         "vitray.inspection.report",

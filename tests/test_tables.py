@@ -9,6 +9,7 @@ from image_sets import write_dataset, write_network
 from test_layers import ROOT
 
 from pipelines.__main__ import main
+from pipelines.evaluate import read_options
 from vitray.config import Model, load_run
 from vitray.config.classification import LOSS_TRAITS, LossTraits
 from vitray.config.evaluation import PROBE_TRAITS, ProbeTraits, feature_probes, training_probes
@@ -16,12 +17,10 @@ from vitray.config.model_names import parse_name
 from vitray.config.stems import RESNETS, STEMS, Convolution, StemTraits
 from vitray.errors import ConfigError
 from vitray.evaluation.evaluate import Request, compute_evaluation
-from vitray.evaluation.options import read_options
 from vitray.evaluation.page import render
 from vitray.exports.export import export_network
-from vitray.exports.graphs import GRAPHS, write_torch_export
-from vitray.exports.libraries import COMPLETED
 from vitray.exports.options import TARGETS, ExportRequest, TargetTraits, check_request
+from vitray.exports.writers import COMPLETED, GRAPHS, write_torch_export
 from vitray.metrics.probes import PROBES, Probe
 from vitray.models.counts import count, diagram
 from vitray.models.probabilities import probability_of

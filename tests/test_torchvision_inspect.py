@@ -20,8 +20,8 @@ from vitray.inspection.report.drawings import Rendered
 from vitray.inspection.report.inspect_networks import Request, make_figures
 from vitray.inspection.report.page import render
 from vitray.inspection.report.subjects import choose_images
-from vitray.inspection.states import run_states
 from vitray.inspection.tensors import KINDS, network_tensors
+from vitray.inspection.tokens import run_states
 from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.pages.plotting import LIGHT
 

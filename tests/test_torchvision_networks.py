@@ -16,7 +16,7 @@ from vitray.config.classification import Finetune
 from vitray.config.model_names import TORCHVISION_NETWORKS, check_size
 from vitray.errors import ConfigError
 from vitray.exports.folding import fold
-from vitray.exports.graphs import trace_program, write_onnx
+from vitray.exports.writers import trace_program, write_onnx
 from vitray.models.counts import count, diagram
 from vitray.models.network import build_network, vit_of
 from vitray.models.torchvision_networks import TorchvisionNetwork, torchvision_sizes

@@ -21,14 +21,23 @@ from vitray.config import load_run
 from vitray.data.augment.decode import decode_image
 from vitray.data.shards import open_dataset
 from vitray.errors import ConfigError, RunError
+from vitray.evaluation.vtab import evaluate, tasks
+from vitray.evaluation.vtab.page import render
+from vitray.evaluation.vtab.scores import (
+    SWEEP,
+    TASKS,
+    NetworkResult,
+    Setting,
+    TaskResult,
+    VtabEvaluation,
+    best_setting,
+    mean_score,
+)
+from vitray.evaluation.vtab.tasks import hash_order
 from vitray.inference.images import open_images
 from vitray.inference.models import describe_network
 from vitray.runs.run_dir import Outcome
 from vitray.system import storage
-from vitray.vtab import driver, protocol, tasks
-from vitray.vtab.protocol import SWEEP, TASKS, Setting, best_setting, hash_order, mean_score
-from vitray.vtab.report import render
-from vitray.vtab.results import NetworkResult, TaskResult, VtabEvaluation
 from vitray.weights import load_model, open_weights, save_model
 
 # Table 9 of the ViT paper, ViT-H/14 and ViT-L/16, both pre-trained on JFT.
@@ -70,7 +79,7 @@ def test_the_sweep_and_the_recipe_are_those_of_the_paper():
     assert (len(SWEEP), len({each.lr for each in SWEEP}), len({each.steps for each in SWEEP})) == (4, 2, 2)
     assert Setting(0.01, 2500) in SWEEP
     assert [Setting(0.01, steps).warmup for steps in (500, 2500)] == [100, 500]
-    run = load_run(recipes.path_of("finetune_sgd_imagenet")).replace(driver.PROTOCOL)
+    run = load_run(recipes.path_of("finetune_sgd_imagenet")).replace(evaluate.PROTOCOL)
     assert (run.optim.rule.kind, run.optim.rule.momentum, run.optim.rule.nesterov) == ("sgd", 0.9, False)
     assert (run.optim.batch, run.optim.weight_decay, run.optim.clip) == (512, 0, 1)
     assert (run.optim.schedule.kind, run.optim.schedule.floor, run.optim.layer_decay) == ("cosine", 0, 1)
@@ -95,11 +104,10 @@ def test_one_setting_is_best_for_all_datasets():
 
 def shrink(monkeypatch, *sweep):
     """A protocol of 40 + 10 images and these settings."""
-    for module in (protocol, tasks, driver):
+    for module in (tasks, evaluate):
         monkeypatch.setattr(module, "TRAIN", 40)
-    for module in (protocol, tasks):
-        monkeypatch.setattr(module, "DEVELOPMENT", 10)
-    monkeypatch.setattr(driver, "SWEEP", sweep)
+    monkeypatch.setattr(tasks, "DEVELOPMENT", 10)
+    monkeypatch.setattr(evaluate, "SWEEP", sweep)
 
 
 @pytest.fixture
@@ -113,7 +121,7 @@ def small(monkeypatch):
         runs.append((run, name, out))
         return shift_head(run, name, out)
 
-    monkeypatch.setattr(driver, "train", recorded)
+    monkeypatch.setattr(evaluate, "train", recorded)
     return runs
 
 
@@ -214,18 +222,18 @@ def correct(model, path):
 
 
 def test_a_killed_command_continues_with_the_fine_tuning_that_it_was_at(place, small, tmp_path, monkeypatch, capsys):
-    whole = driver.train
+    whole = evaluate.train
 
     def killed(run, name, out):
         if len(small) == 5:
             raise RunError(f"{name}: killed")
         return whole(run, name, out)
 
-    monkeypatch.setattr(driver, "train", killed)
+    monkeypatch.setattr(evaluate, "train", killed)
     assert main(args_of(place, tmp_path, "--seeds", 1)) == 1
     assert "killed" in capsys.readouterr().err
     assert not (tmp_path / "index.html").exists()
-    monkeypatch.setattr(driver, "train", whole)
+    monkeypatch.setattr(evaluate, "train", whole)
     assert main(args_of(place, tmp_path, "--seeds", 1)) == 0
     assert len({out for _, _, out in small}) == len(small) == 6
 
@@ -274,7 +282,7 @@ def test_the_verb_fine_tunes_with_runs_of_vitray_train(place, ray_cluster, tmp_p
     assert len({record["mlflow_run"] for record in records} - {None}) == 3
     assert not list((tmp_path / "out" / "runs").iterdir())
     # Repeated, it reads what is done.
-    monkeypatch.setattr(driver, "train", lambda *args: pytest.fail("trains again"))
+    monkeypatch.setattr(evaluate, "train", lambda *args: pytest.fail("trains again"))
     assert main(["evaluate", *words, *options]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
 

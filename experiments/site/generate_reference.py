@@ -31,7 +31,7 @@ LOGGING = (
     "training/prober",
     "metrics/scores",
 )
-LOGGING += ("system/host_facts", "sweeps/sweep_logger", "evaluation/tracking")
+LOGGING += ("system/host_facts", "sweeps/sweep_logger", "evaluation/evaluate")
 WRITERS = {"figure", "text", "image"}
 EXIT_STATUSES = """\
 | exit status | meaning |

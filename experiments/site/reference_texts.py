@@ -113,7 +113,7 @@ METRICS = {
     "best/val_loss": ("=", "lowest loss so far"),
     "best/{space.goal.metric.replace('/', '_')}": ("`best/GOAL`", "of a sweep: the best goal of its trials so far"),
     "probe/{name}": ("`probe/NAME`", "scores of `evaluate.probes`; [evaluation](../evaluation.md) explains them"),
-    "{evaluation.images.split}/{name}": (
+    "{images.split}/{score}": (
         "`SPLIT/NAME`, `SPLIT/NAME_low`, `SPLIT/NAME_high`",
         "scores of `vitray evaluate` by their names in its JSON, with the bounds of their intervals of 95 %",
     ),

@@ -1,37 +1,25 @@
 """The charts of an evaluation: reliability, classes and confusion, in both themes. K classes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from vitray.evaluation.results import PairResult, Result, Scored
 from vitray.evaluation.texts import TITLES
 from vitray.metrics.classification import ClassScore
 from vitray.metrics.intervals import Interval, wilson
-from vitray.pages.plotting import DARK, LIGHT, Theme, new_figure, one_line, style_axis, to_png
-from vitray.pages.rendering import Picture
+from vitray.pages.plotting import Theme, heat, new_figure, one_line, style_axis
+from vitray.pages.rendering import Picture, draw_picture
 
 WIDTH, DPI = 4.0, 220
 # The most classes with a bar each, with a name in the matrix, and with their counts in it.
 MOST_BARS, MOST_NAMES, MOST_COUNTS = 30, 40, 16
 # Of more classes than have names: the groups of neighbors in one matrix, and the most confused classes in another.
 GROUPS, CONFUSED = 25, 16
-
-
-class Chart(NamedTuple):
-    """A chart: its texts, and a function that draws it in a theme."""
-
-    alt: str
-    caption: str
-    draw: Callable[[Theme], Figure]
-
-    def picture(self) -> Picture:
-        """Return the chart in both themes."""
-        return Picture(self.alt, self.caption, to_png(self.draw(LIGHT)), to_png(self.draw(DARK)))
 
 
 def _prepare(axis: Axes, theme: Theme, title: str) -> None:
@@ -52,7 +40,7 @@ class Line(NamedTuple):
 
 def interval_chart(
     title: str, lines: Sequence[Line], series: Sequence[str], unit: str, caption: str, with_zero: bool = False
-) -> Chart:
+) -> Picture:
     """Return estimates with their intervals, a line below the other; several series have a legend."""
 
     def draw(theme: Theme) -> Figure:
@@ -77,10 +65,10 @@ def interval_chart(
             figure.legend(loc="outside lower left", frameon=False, labelcolor=theme.ink, fontsize=8)
         return figure
 
-    return Chart(title, caption, draw)
+    return draw_picture(title, caption, draw)
 
 
-def difference_chart(pairs: Sequence[PairResult]) -> Chart:
+def difference_chart(pairs: Sequence[PairResult]) -> Picture:
     """Return the differences of pairs; one that is not significant is pale."""
     lines = []
     for pair in pairs:
@@ -94,7 +82,7 @@ def difference_chart(pairs: Sequence[PairResult]) -> Chart:
 # ---- calibration -----------------------------------------------------------------------------------------------------
 
 
-def reliability_chart(result: Result, scored: Scored) -> Chart:
+def reliability_chart(result: Result, scored: Scored) -> Picture:
     """Return the accuracy of each bin of confidence, above the share of images in it."""
     error, fitted = scored.intervals["ece"], scored.temperature
     caption = (
@@ -129,13 +117,13 @@ def reliability_chart(result: Result, scored: Scored) -> Chart:
         lower.set_xlabel("confidence of the predicted class", **_pale(theme))
         return figure
 
-    return Chart(f"Reliability diagram of {result.name}", caption, draw)
+    return draw_picture(f"Reliability diagram of {result.name}", caption, draw)
 
 
 # ---- classes ---------------------------------------------------------------------------------------------------------
 
 
-def class_chart(result: Result, scored: Scored) -> Chart:
+def class_chart(result: Result, scored: Scored) -> Picture:
     """Return the recall of each class, sorted; of many classes as a curve, and bars of the lowest and the highest."""
     classes = sorted((each for each in scored.classification.classes if each.images), key=recall_rank)
     is_many, half = len(classes) > MOST_BARS, MOST_BARS // 2
@@ -171,7 +159,7 @@ def class_chart(result: Result, scored: Scored) -> Chart:
         axis.set_xlabel("recall", **_pale(theme))
         return figure
 
-    return Chart(f"Recall of the classes of {result.name}", caption, draw)
+    return draw_picture(f"Recall of the classes of {result.name}", caption, draw)
 
 
 def _draw_curve(axis: Axes, theme: Theme, recalls: Sequence[float], mean: float) -> None:
@@ -214,7 +202,7 @@ class Matrix(NamedTuple):
     """Of each row, also those predicted as a class without a column."""
 
 
-def confusion_charts(result: Result, scored: Scored) -> list[Chart]:
+def confusion_charts(result: Result, scored: Scored) -> list[Picture]:
     """Return the confusion matrix, with confused classes beside each other.
 
     Many classes have a matrix of groups of such neighbors, and one of the most confused classes.
@@ -268,7 +256,7 @@ def most_confused(scored: Scored) -> list[int]:
     return labels[:CONFUSED]
 
 
-def _matrix_chart(result: Result, matrix: Matrix, text: str) -> Chart:
+def _matrix_chart(result: Result, matrix: Matrix, text: str) -> Picture:
     shares = matrix.counts / np.maximum(matrix.images, 1)[:, None]
     count = len(matrix.names)
 
@@ -277,9 +265,8 @@ def _matrix_chart(result: Result, matrix: Matrix, text: str) -> Chart:
         axis = figure.add_subplot()
         _prepare(axis, theme, result.name)
         axis.grid(False)
-        colors = LinearSegmentedColormap.from_list("confusion", [theme.low, theme.high])
         # The square root keeps rare confusions visible beside the diagonal.
-        axis.imshow(shares, cmap=colors, norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="equal")
+        axis.imshow(shares, cmap=heat(theme), norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="equal")
         axis.set_xlabel("predicted", **_pale(theme))
         axis.set_ylabel("class", **_pale(theme))
         names, size = [one_line(name, 22) for name in matrix.names], 7.5 if count <= 20 else 5.5
@@ -294,7 +281,7 @@ def _matrix_chart(result: Result, matrix: Matrix, text: str) -> Chart:
                 )
         return figure
 
-    return Chart(f"Confusion matrix of {result.name}", f"{result.name}: {text}", draw)
+    return draw_picture(f"Confusion matrix of {result.name}", f"{result.name}: {text}", draw)
 
 
 def cluster(confusion: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The classes of the images as those of a network, by name."""
+"""Classes by name: those of the images as those of a network, and those of two splits together."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,6 +8,8 @@ import numpy as np
 from vitray.errors import ConfigError, nearest
 from vitray.inference.images import ImageSet
 from vitray.inference.network_spec import NetworkSpec
+from vitray.inference.outputs import Outputs
+from vitray.metrics.arrays import Labeled
 from vitray.weights.files import few
 
 
@@ -81,3 +83,21 @@ def check_same_classes(specs: Sequence[NetworkSpec], images: ImageSet) -> None:
 def is_unnamed(classes: Sequence[str]) -> bool:
     """Whether class names are only numbers in order, as sources without names have."""
     return tuple(classes) == tuple(map(str, range(len(classes))))
+
+
+def all_classes(train: ImageSet | None, test: ImageSet) -> list[str]:
+    """Return the class names of both splits: a source lists only the classes that a split has."""
+    if train is None or train.classes == test.classes:
+        return list(test.classes)
+    check_distinct(train.url, train.classes)
+    check_distinct(test.url, test.classes)
+    return list(dict.fromkeys([*train.classes, *test.classes]))
+
+
+def numbered(outputs: Outputs, images: ImageSet, classes: Sequence[str]) -> Labeled:
+    """Return the features with labels as places among `classes`."""
+    assert outputs.features is not None
+    if images.classes == tuple(classes):  # two classes may have one name
+        return Labeled(outputs.features, outputs.labels)
+    places = {name: place for place, name in enumerate(classes)}
+    return Labeled(outputs.features, np.array([places[name] for name in images.classes], np.int64)[outputs.labels])

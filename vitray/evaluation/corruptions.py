@@ -1,4 +1,4 @@
-"""Corrupted images at five severities, the mean corruption error, and folders laid out as ImageNet-C.
+"""Corrupted images and the errors of a network on them: copies of its images, or a folder laid out as ImageNet-C.
 
 The constants and formulas are those of ImageNet-C (Hendrycks and Dietterich, 2019, `make_imagenet_c.py`), chosen there
 for images of 224 pixels. As there, values are cut to whole numbers. Unlike the published files, the images are not
@@ -6,15 +6,23 @@ compressed as JPEG of quality 85 afterwards, and the noise is a function of seed
 """
 
 import io
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, assert_never, get_args
 
 import numpy as np
 from PIL import Image
 
 from vitray.data.augment.keyed_random import generator
 from vitray.errors import ConfigError, nearest
+from vitray.evaluation.classes import class_numbers
+from vitray.inference.images import ImageSet, open_images
+from vitray.inference.network_spec import NetworkSpec
+from vitray.inference.outputs import Work, compute_outputs
+from vitray.models.network import AnyNetwork
+from vitray.system import storage
 
 Corruption = Literal["gaussian_noise", "gaussian_blur", "jpeg_compression", "brightness", "contrast"]
 CORRUPTIONS: tuple[Corruption, ...] = get_args(Corruption)
@@ -26,35 +34,14 @@ JPEG_QUALITY = (25, 18, 15, 10, 7)
 BRIGHTNESS_ADDED = (0.1, 0.2, 0.3, 0.4, 0.5)
 CONTRAST_LEFT = (0.4, 0.3, 0.2, 0.1, 0.05)
 
-
-class CorruptionError(NamedTuple):
-    """The errors of a model over corruptions and severities, as shares of images."""
-
-    mean: float
-    """Mean over corruptions of the mean over severities."""
-    by_corruption: dict[str, float]
-    relative: float | None
-    """Mean over corruptions of the errors' sum divided by that of a baseline (mCE; 1 is the baseline)."""
-    relative_by_corruption: dict[str, float] | None
-
-
-class CorruptionSet(NamedTuple):
-    """A folder of class folders with one corruption at one severity."""
-
-    corruption: str
-    severity: int
-    path: Path
+SEED = 0
+# The beginnings of the names of scores: of a corruption, and of a corruption and a severity.
+ERROR_OF, ERROR_AT = "corruption_error_", "error_"
+Baseline = Mapping[str, float | list[float]]
 
 
 def corrupt(image_HWC: np.ndarray, corruption: Corruption, severity: int, seed: int = 0, key: str = "") -> np.ndarray:
     """Return a corrupted copy of a uint8 RGB image; the noise depends on the seed and on the image's key."""
-    if image_HWC.dtype != np.uint8 or image_HWC.ndim != 3 or image_HWC.shape[2] != 3 or not image_HWC.size:
-        raise ConfigError(
-            f"corruption: got an image of {image_HWC.dtype} and shape {image_HWC.shape}; "
-            "expected uint8, height x width x 3"
-        )
-    if severity not in SEVERITIES:
-        raise ConfigError(f"corruption: got severity {severity}; expected 1 to 5")
     level, pixels_HWC = severity - 1, image_HWC / 255.0
     match corruption:
         case "gaussian_noise":
@@ -73,36 +60,148 @@ def corrupt(image_HWC: np.ndarray, corruption: Corruption, severity: int, seed: 
             means_C = pixels_HWC.mean((0, 1), keepdims=True)
             pixels_HWC = (pixels_HWC - means_C) * CONTRAST_LEFT[level] + means_C
         case _:
-            raise ConfigError(
-                f"corruption: got {corruption!r}; expected one of {', '.join(CORRUPTIONS)}"
-                f"{nearest(corruption, CORRUPTIONS)}"
-            )
+            assert_never(corruption)
     return (np.clip(pixels_HWC, 0, 1) * 255).astype(np.uint8)
 
 
-def mean_corruption_error(
-    errors: Mapping[str, Sequence[float]], baseline: Mapping[str, Sequence[float]] | None = None
-) -> CorruptionError:
-    """Return the mean of {corruption: error of each severity}, and that relative to a baseline's errors."""
-    if not errors:
-        raise ConfigError("corruption errors: none; expected {corruption: error of each severity}")
-    for name, values in errors.items():
-        if not len(values) or not all(0 <= value <= 1 for value in values):
-            raise ConfigError(f"corruption errors: {name} has {list(values)}; expected shares from 0 to 1")
-    means = {name: float(np.mean(values)) for name, values in errors.items()}
-    mean = float(np.mean(list(means.values())))
-    if baseline is None:
-        return CorruptionError(mean, means, None, None)
-    relative = {}
+def _as_jpeg(image_HWC: np.ndarray, quality: int) -> np.ndarray:
+    content = io.BytesIO()
+    Image.fromarray(image_HWC).save(content, "JPEG", quality=quality)
+    return np.array(Image.open(content))
+
+
+def _brighter(pixels_HWC: np.ndarray, added: float) -> np.ndarray:
+    """Add to the value of HSV: hue and saturation stay, so all channels grow by the same factor."""
+    value_HW1 = pixels_HWC.max(2, keepdims=True)
+    brighter_HW1 = np.clip(value_HW1 + added, 0, 1)
+    # Black has no saturation and becomes gray.
+    return np.where(value_HW1 > 0, pixels_HWC * (brighter_HW1 / np.maximum(value_HW1, 1e-12)), brighter_HW1)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+class CorruptionSet(NamedTuple):
+    """A folder of class folders with one corruption at one severity."""
+
+    corruption: str
+    severity: int
+    path: Path
+
+    def open(self) -> ImageSet:
+        """List its images."""
+        return open_images(str(self.path), "val")
+
+
+class CorruptedImages(NamedTuple):
+    """The corrupted images of a request."""
+
+    copies: bool
+    """Whether the scored images are corrupted here."""
+    sets: tuple[CorruptionSet, ...] = ()
+    """The sets of a folder laid out as ImageNet-C."""
+    baseline: Baseline | None = None
+    """{corruption: error, or the error at each severity} of another network."""
+
+
+def open_corrupted(copies: bool, folder: str | None, baseline: str | None) -> CorruptedImages | None:
+    """Return the corrupted images that these options name; None without any."""
+    if copies and folder:
+        raise ConfigError("--corrupt: got --imagenet-c too, whose scores have the same names; expected one of them")
+    if baseline and not (copies or folder):
+        raise ConfigError("--baseline: got no corrupted images; expected --imagenet-c DIR or --corrupt besides")
+    if not (copies or folder):
+        return None
+    sets = tuple(read_corruption_layout(folder)) if folder else ()
+    return CorruptedImages(copies, sets, _read_baseline(baseline, sets) if baseline else None)
+
+
+def check_corrupted(corrupted: CorruptedImages, spec: NetworkSpec) -> None:
+    """Refuse a folder of classes that the network lacks; all of its sets have the same classes."""
+    if corrupted.sets:
+        class_numbers(spec, corrupted.sets[0].open())
+
+
+def corruption_errors(corrupted: CorruptedImages, work: Work, workers: int | None, vit: AnyNetwork) -> dict[str, Any]:
+    """Return the top-1 error of each corruption at each severity, and their means.
+
+    Copies are corrupted after the crop, as ImageNet-C is.
+    """
+    errors: dict[str, dict[int, float]] = {}
+    counts, left_out = set(), 0
+    work = work._replace(outputs=("logits",))
+    for corruption, severity, part in _works(corrupted, work):
+        outputs = compute_outputs(part, workers, vit)
+        assert outputs.logits is not None
+        wrong_N = outputs.logits.argmax(1) != class_numbers(work.network, part.images)[outputs.labels]
+        errors.setdefault(corruption, {})[severity] = float(wrong_N.mean())
+        counts.add(len(outputs.labels))
+        left_out += len(outputs.left_out)
+    rows = {name: list(by_severity.values()) for name, by_severity in errors.items()}
+    means = {name: float(np.mean(row)) for name, row in rows.items()}
+    values: dict[str, Any] = {"corruption_images": min(counts), "corruption_left_out": left_out}
+    values["corruption_error"] = float(np.mean(list(means.values())))
+    if corrupted.baseline is not None:
+        values["mce"] = relative_error(rows, corrupted.baseline)
+    values |= {f"{ERROR_OF}{name}": error for name, error in means.items()}
+    return values | {f"{ERROR_AT}{name}_{at}": share for name, row in errors.items() for at, share in row.items()}
+
+
+def errors_of(values: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Return {corruption: {severity: error}} from the scores of `corruption_errors`."""
+    kinds = [name.removeprefix(ERROR_OF) for name in values if name.startswith(ERROR_OF)]
+    return {
+        kind: {at: values[f"{ERROR_AT}{kind}_{at}"] for at in SEVERITIES if f"{ERROR_AT}{kind}_{at}" in values}
+        for kind in kinds
+    }
+
+
+def _works(corrupted: CorruptedImages, work: Work) -> Iterator[tuple[str, int, Work]]:
+    """Yield each corruption and severity with the images to compute; a folder is listed when its turn comes."""
+    for corruption in CORRUPTIONS if corrupted.copies else ():
+        for severity in SEVERITIES:
+            alter = partial(_altered, corruption=corruption, severity=severity)
+            name = f"{corruption} {severity} seed {SEED}"
+            yield corruption, severity, work._replace(alter=alter, alteration=name)
+    for each in corrupted.sets:
+        name = f"{each.corruption} {each.severity}"
+        yield each.corruption, each.severity, work._replace(images=each.open(), alteration=name)
+
+
+def _altered(view_HWC: np.ndarray, key: str, corruption: Corruption, severity: int) -> np.ndarray:
+    return corrupt(view_HWC, corruption, severity, SEED, key)
+
+
+def _read_baseline(path: str, sets: tuple[CorruptionSet, ...]) -> Baseline:
+    """Return the errors of a JSON file: published as one number for a corruption, or one for each severity."""
+    content = storage.read_json(path)
+    corruptions = {each.corruption for each in sets} or set(CORRUPTIONS)
+    severities = len({each.severity for each in sets} or SEVERITIES)
+    if not isinstance(content, dict):
+        raise ConfigError(f"--baseline: {path}: expected a JSON object, {{corruption: error}}")
+    for name, value in content.items():
+        numbers = value if isinstance(value, list) else [value]
+        if not all(isinstance(number, int | float) and 0 <= number <= 1 for number in numbers):
+            raise ConfigError(f"--baseline: {path}: {name}: got {json.dumps(value)[:80]}, expected shares from 0 to 1")
+    relative_error({name: [0.0] * severities for name in corruptions}, content)  # refuses a missing corruption
+    return content
+
+
+def relative_error(errors: Mapping[str, Sequence[float]], baseline: Baseline) -> float:
+    """Return the mean over corruptions of the errors' sum over that of a baseline (mCE; 1 is the baseline)."""
+    ratios = []
     for name, values in errors.items():
         if name not in baseline:
             raise ConfigError(f"baseline errors: no {name}; expected every corruption{nearest(name, baseline)}")
-        if len(baseline[name]) != len(values) or not sum(baseline[name]) > 0:
-            raise ConfigError(
-                f"baseline errors: {name} has {list(baseline[name])}; expected {len(values)} severities, not all zero"
-            )
-        relative[name] = float(sum(values) / sum(baseline[name]))
-    return CorruptionError(mean, means, float(np.mean(list(relative.values()))), relative)
+        published = baseline[name]
+        row = published if isinstance(published, list) else [published] * len(values)
+        if len(row) != len(values) or not sum(row) > 0:
+            raise ConfigError(f"baseline errors: {name} has {row}; expected {len(values)} severities, not all zero")
+        ratios.append(sum(values) / sum(row))
+    return float(np.mean(ratios))
+
+
+# ---- a folder laid out as ImageNet-C ---------------------------------------------------------------------------------
 
 
 def read_corruption_layout(folder: str | Path) -> list[CorruptionSet]:
@@ -127,20 +226,6 @@ def read_corruption_layout(folder: str | Path) -> list[CorruptionSet]:
         if differing:
             raise ConfigError(f"{each.path}: class {min(differing)!r} is not in both it and {sets[0].path}")
     return sets
-
-
-def _as_jpeg(image_HWC: np.ndarray, quality: int) -> np.ndarray:
-    content = io.BytesIO()
-    Image.fromarray(image_HWC).save(content, "JPEG", quality=quality)
-    return np.array(Image.open(content))
-
-
-def _brighter(pixels_HWC: np.ndarray, added: float) -> np.ndarray:
-    """Add to the value of HSV: hue and saturation stay, so all channels grow by the same factor."""
-    value_HW1 = pixels_HWC.max(2, keepdims=True)
-    brighter_HW1 = np.clip(value_HW1 + added, 0, 1)
-    # Black has no saturation and becomes gray.
-    return np.where(value_HW1 > 0, pixels_HWC * (brighter_HW1 / np.maximum(value_HW1, 1e-12)), brighter_HW1)
 
 
 def _folders(path: Path) -> list[str]:

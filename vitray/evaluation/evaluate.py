@@ -1,30 +1,36 @@
-"""One evaluation from addresses to its folder: check everything, compute outputs, score, compare, write."""
+"""One evaluation from addresses to its folder: check everything, compute outputs, score, compare, write, log."""
 
+import hashlib
+import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vitray.cluster.storage_check import check_writable
 from vitray.config.evaluation import PROBE_TRAITS, feature_probes
-from vitray.errors import ConfigError
-from vitray.evaluation.classes import check_same_classes, class_names, class_numbers
-from vitray.evaluation.labeling import label_values, open_label_set, score_labels
-from vitray.evaluation.probes import all_classes, check_probes, numbered, open_training
+from vitray.data.stream.decoding import SplitRows
+from vitray.errors import ConfigError, nearest
+from vitray.evaluation.classes import all_classes, check_same_classes, class_names, class_numbers, numbered
+from vitray.evaluation.corruptions import CorruptedImages, check_corrupted, corruption_errors, open_corrupted
+from vitray.evaluation.page import write_evaluation
 from vitray.evaluation.results import Evaluation, Result, Scored, compare, score
-from vitray.evaluation.robustness import CorruptedImages, check_corrupted, corruption_errors, open_corrupted
-from vitray.evaluation.tracking import track_evaluation
-from vitray.evaluation.writing import write_evaluation
+from vitray.evaluation.texts import fixed_titles, score_text
 from vitray.inference.engine import actor_session, numerics_of
-from vitray.inference.images import ImageSet, open_images
+from vitray.inference.images import ImageSet, name_of, open_images
 from vitray.inference.models import describe_network
 from vitray.inference.network_spec import NetworkSpec
-from vitray.inference.outputs import BATCH, CHUNK, Output, Outputs, Work, compute_outputs
+from vitray.inference.outputs import BATCH, Output, Outputs, Work, compute_outputs
 from vitray.metrics.arrays import ProbeInputs
+from vitray.metrics.intervals import wilson
+from vitray.metrics.label_sets import LabelSet, LabelSetScore, read_label_set, score_label_set
 from vitray.metrics.probes import probe_scores, probe_shares
 from vitray.models.network import AnyNetwork
-from vitray.system import storage
+from vitray.system import host_facts, storage
 from vitray.system.mlflow_client import has_store
+from vitray.tracking.lineage import ModelScores, TrackedDataset, experiment_of
+from vitray.tracking.tracker import TrackedRun, Tracker
 
 DEFAULT_FOLDER = "evaluations"
 MAX_CORRUPT = 0.01
@@ -44,7 +50,6 @@ class Request(NamedTuple):
     out: str | None = None
     """None is a folder below `evaluations`, named after the networks and the data."""
     workers: int | None = None
-    chunk: int = CHUNK
     max_corrupt: float = MAX_CORRUPT
     corrupt: bool = False
     """Whether corrupted copies of the images are scored too."""
@@ -77,13 +82,6 @@ class Network(NamedTuple):
     vit: AnyNetwork
 
 
-class _Data(NamedTuple):
-    scored: ImageSet
-    train: ImageSet | None
-    """None without a probe that learns."""
-    corrupted: CorruptedImages | None
-
-
 def evaluate(request: Request) -> tuple[Evaluation, str]:
     """Score all networks, write the folder, and return the scores and the address of the page.
 
@@ -99,17 +97,23 @@ def evaluate(request: Request) -> tuple[Evaluation, str]:
 
 def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
     """Return the scores of all networks, and the folder that holds their outputs."""
-    check_probes(request.probes)
+    known = feature_probes()
+    for name in request.probes:
+        if name not in known:
+            raise ConfigError(f"--probes: got {name}, expected some of {', '.join(known)}{nearest(name, known)}")
     networks = open_networks(request.models)
     images = open_images(request.data, request.split)
     learns = any(PROBE_TRAITS[name].learns for name in request.probes)
     train = open_training(images, request.train_split) if learns else None
-    data = _Data(images, train, open_corrupted(request.corrupt, request.imagenet_c, request.baseline))
-    _check(request, networks, data)
-    folder = request.out or storage.join(DEFAULT_FOLDER, _folder_name(networks, images))
+    corrupted = open_corrupted(request.corrupt, request.imagenet_c, request.baseline)
+    _check(request, networks, images, corrupted)
+    all_classes(train, images)  # refuses classes of one name
+    names = [*(network.spec.name for network in networks), images.name]
+    names += [images.split] if images.split != "val" else []
+    folder = request.out or storage.join(DEFAULT_FOLDER, "-".join(names).replace("/", "-"))
     check_writable(folder)
     with actor_session(request.workers):
-        results = [_result(request, network, data, folder) for network in networks]
+        results = [_result(request, network, images, train, corrupted, folder) for network in networks]
     pairs, shares = compare(results)
     return Evaluation(images, results, pairs, shares, request.command), folder
 
@@ -126,8 +130,19 @@ def open_networks(urls: Sequence[str]) -> list[Network]:
     return [Network(name, spec, vit) for name, (spec, vit) in zip(names, opened, strict=True)]
 
 
-def _check(request: Request, networks: Sequence[Network], data: _Data) -> None:
-    images = data.scored
+def open_training(images: ImageSet, train_split: str) -> ImageSet:
+    """Return the training images beside those of a split; refuse a source that has only the latter."""
+    train = open_images(images.url, train_split)
+    if train.identity == images.identity:
+        raise ConfigError(
+            f"--train-split: got {train_split}, whose images are those of --split {images.split} in {images.url};"
+            " expected other images than the scored ones, as of a source with splits"
+        )
+    return train
+
+
+def _check(request: Request, networks: Sequence[Network], images: ImageSet, corrupted: CorruptedImages | None) -> None:
+    """Refuse networks that do not fit the images or the options."""
     if not len(images):
         raise ConfigError(f"{images.url}: {images.split} has no images")
     check_same_classes([network.spec for network in networks if network.spec.num_classes is not None], images)
@@ -137,28 +152,30 @@ def _check(request: Request, networks: Sequence[Network], data: _Data) -> None:
                 open_label_set(request.labels, network.spec)
             if request.corrupt or not request.labels:
                 class_numbers(network.spec, images)
-            if data.corrupted:
-                check_corrupted(data.corrupted, network.spec)
+            if corrupted:
+                check_corrupted(corrupted, network.spec)
         elif not request.probes:
             raise ConfigError(
                 f"{network.spec.url}: it has no head, so no predictions; expected a classifier, or --probes"
                 f" {' '.join(feature_probes())}"
             )
-    all_classes(data.train, images)  # refuses classes of one name
 
 
-def _folder_name(networks: Sequence[Network], images: ImageSet) -> str:
-    names = [network.spec.name for network in networks]
-    split = [images.split] if images.split != "val" else []
-    return "-".join([*names, images.name, *split]).replace("/", "-")
+# ---- one network -----------------------------------------------------------------------------------------------------
 
 
-def _result(request: Request, network: Network, data: _Data, folder: str) -> Result:
-    """Compute and score one network."""
-    spec, images = network.spec._replace(name=network.name), data.scored
-
+def _result(
+    request: Request,
+    network: Network,
+    images: ImageSet,
+    train: ImageSet | None,
+    corrupted: CorruptedImages | None,
+    folder: str,
+) -> Result:
+    """Compute and score one network; `train` are the images that its probes learn from."""
+    spec = network.spec._replace(name=network.name)
     numerics = numerics_of(request.workers, BATCH)
-    work = Work(spec, images, (), storage.join(folder, "outputs"), numerics, request.chunk, request.max_corrupt)
+    work = Work(spec, images, (), storage.join(folder, "outputs"), numerics, max_corrupt=request.max_corrupt)
 
     def outputs_of(images: ImageSet, *kinds: Output) -> Outputs:
         return compute_outputs(work._replace(images=images, outputs=kinds), request.workers, network.vit)
@@ -168,20 +185,21 @@ def _result(request: Request, network: Network, data: _Data, folder: str) -> Res
     outputs = outputs_of(images, *head, *body)
     more = {}
     if request.probes:
-        classes = all_classes(data.train, images)
-        learned = outputs_of(data.train, "features") if data.train else None
-        train = numbered(learned, data.train, classes) if learned and data.train else None
-        keys = learned.keys if learned else []
-        inputs = ProbeInputs(numbered(outputs, images, classes), len(classes), train, keys)
+        classes = all_classes(train, images)
+        inputs, counts = ProbeInputs(numbered(outputs, images, classes), len(classes)), {}
+        if train is not None:
+            learned = outputs_of(train, "features")
+            inputs = inputs._replace(train=numbered(learned, train, classes), keys=learned.keys)
+            counts = {"train_images": len(learned.labels), "train_left_out": len(learned.left_out)}
         print(f"{network.name}, probes: {', '.join(request.probes)} ...", file=sys.stderr, flush=True)
-        more |= probe_scores(request.probes, inputs) | probe_shares(request.train_shares, inputs)
-        if learned is not None:
-            more |= {"train_images": len(learned.labels), "train_left_out": len(learned.left_out)}
-    if data.corrupted and head:
-        more |= corruption_errors(data.corrupted, work, request.workers, network.vit)
+        more |= probe_scores(request.probes, inputs) | probe_shares(request.train_shares, inputs) | counts
+    if corrupted and head:
+        more |= corruption_errors(corrupted, work, request.workers, network.vit)
     by_labels = None
     if request.labels and outputs.logits is not None:
-        by_labels = score_labels(outputs.logits, outputs.keys, images, open_label_set(request.labels, spec))
+        labels, keys = open_label_set(request.labels, spec), outputs.keys
+        names = [name_of(key) for key in keys] if isinstance(images.source, SplitRows) else keys
+        by_labels = score_label_set(outputs.logits, labels.ids(names), labels)
         more |= label_values(by_labels)
     scored = _score(spec, images, outputs, is_lenient=request.labels is not None)
     return Result(network.name, spec, outputs, class_names(spec, images), scored, more, by_labels)
@@ -198,3 +216,67 @@ def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs, *, is_lenient:
             return None
         raise
     return score(outputs.logits, numbers[outputs.labels], outputs.keys, spec.probability)
+
+
+# ---- label sets that the authors of test sets publish: ReaL, ImageNet-V2, -A, -R, -Sketch, ObjectNet -----------------
+
+
+def open_label_set(labels: str, spec: NetworkSpec) -> LabelSet:
+    """Return the label set of an option KIND=PATH for a network; refuse one that its classes do not fit."""
+    kind, equals, path = labels.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"--labels: got {labels}, expected KIND=PATH, as in real=real.json")
+    if spec.classes is None:
+        raise ConfigError(f"--labels: {spec.url} has no class names; expected a network with names")
+    return read_label_set(kind, path, spec.classes)
+
+
+def label_values(scored: LabelSetScore) -> dict[str, Any]:
+    """Return the top-1 and top-5 by a label set by name, of the images that it counts."""
+    values: dict[str, Any] = {"labels": scored.name, "labels_images": scored.images}
+    values["labels_not_counted"] = scored.not_counted
+    for name, hits in (("labels_top1", scored.hits1), ("labels_top5", scored.hits5)):
+        interval = wilson(hits, scored.images)
+        values |= {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return values
+
+
+# ---- MLflow ----------------------------------------------------------------------------------------------------------
+
+
+def track_evaluation(evaluation: Evaluation, folder: str) -> None:
+    """Log the scores of each network as a run, linked to its training run and its registered version, with the page.
+
+    A repeated evaluation continues its run.
+    """
+    images, home = evaluation.images, storage.absolute(folder)
+    files = {name: storage.read_bytes(storage.join(folder, name)).decode() for name in ("index.html", "results.json")}
+    data = f"{images.name}/{images.split}"
+    dataset = TrackedDataset(data, images.identity, images.url, "evaluation", len(images), len(images.classes))
+    tags = {"vitray.kind": "evaluation", "vitray.home": home} | host_facts.facts()
+    for result in evaluation.results:
+        spec, description = result.spec, _description(evaluation, result)
+        parts = [home, spec.url, spec.key, images.identity, evaluation.command]
+        uid = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        run = TrackedRun(uid, f"{result.name} on {data}", experiment_of(spec.url))
+        params = {"model": spec.url, "network": spec.network, "identity": spec.identity, "data": images.url}
+        params |= {"split": images.split, "data_identity": images.identity, "command": evaluation.command}
+        # Under the names that training gives them: val/top1.
+        metrics = {
+            f"{images.split}/{score}": value
+            for score, value in result.flat().items()
+            if type(value) in (int, float) and math.isfinite(value)
+        }
+        with Tracker(run, params, tags, description) as tracker:
+            tracker.datasets([dataset])
+            tracker.scores(spec.url, ModelScores(0, metrics, dataset), description)
+            for name, text in files.items():
+                tracker.text(f"evaluation/{name}", text)
+
+
+def _description(evaluation: Evaluation, result: Result) -> str:
+    rows = [f"| {title} | {text} |" for name, title in fixed_titles().items() if (text := score_text(result, name))]
+    table = "\n".join(["| score | with its 95 % interval |", "|---|---|", *rows])
+    images = evaluation.images
+    head = f"`{result.spec.url}` on {len(result.outputs.labels):,} images of `{images.url}`, {images.split}"
+    return f"{head}\n\n{table}\n\n`{evaluation.command}`"

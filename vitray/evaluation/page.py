@@ -1,7 +1,15 @@
-"""The page of an evaluation: scores with intervals, differences, calibration, classes, confusion and mistakes."""
+"""The folder of an evaluation: the page, and its numbers as JSON and CSV.
 
+The page has scores with intervals, differences, calibration, classes, confusion and mistakes.
+"""
+
+import io
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
 
 from vitray.evaluation.charts import (
     class_chart,
@@ -10,20 +18,147 @@ from vitray.evaluation.charts import (
     difference_chart,
     reliability_chart,
 )
-from vitray.evaluation.galleries import Thumbnail, differing, gallery, mistakes
+from vitray.evaluation.corruptions import errors_of
 from vitray.evaluation.results import Evaluation, PairResult, Result, Scored
-from vitray.evaluation.robustness import errors_of
 from vitray.evaluation.texts import TITLES, ScoreText, fixed_titles, score_rows, score_text
+from vitray.inference.images import ImageSet
 from vitray.metrics.intervals import Interval, wilson
 from vitray.metrics.probes import PROBES
+from vitray.pages.files import csv_text, write_files
 from vitray.pages.rendering import Column, PageSection, Table, render_page
 
 MOST_LEFT_OUT = 100
 # The most pairs of networks whose images are shown.
 MOST_PAIRS = 3
+# Images of a gallery of differences.
+MOST_DIFFERING = 12
+# Pixels of a thumbnail's longer side; images below the second are shown enlarged, with their pixels visible.
+THUMBNAIL, TINY = 192, 96
 # The scores beside the top-1 of a single network, before those of probes.
 BESIDE = ("top5", "labels_top1", "mean_per_class", "nll", "ece")
 Heads = Sequence[tuple[Result, Scored]]
+
+
+def write_evaluation(evaluation: Evaluation, folder: str) -> str:
+    """Write or replace the files of an evaluation and return the address of the page."""
+    files = {
+        "results.json": json.dumps(_details(evaluation), indent=1) + "\n",
+        "scores.csv": scores_csv(evaluation),
+        "classes.csv": classes_csv(evaluation),
+        "predictions.csv": predictions_csv(evaluation),
+    }
+    return write_files(folder, files, render(evaluation))
+
+
+def _details(evaluation: Evaluation) -> dict[str, Any]:
+    """Everything on the command line's JSON, and the classes, bins and confusion of each network."""
+    details = []
+    for result in evaluation.results:
+        detail: dict[str, Any] = result.flat() | {"left_out_images": list(result.outputs.left_out)}
+        if result.scored is not None:
+            whole = result.scored.classification
+            detail["classes"] = [{"class": result.classes[each.label], **each._asdict()} for each in whole.classes]
+            detail["reliability"] = [each._asdict() for each in result.scored.bins]
+            places = whole.confusion.nonzero()
+            triples = zip(*(part.tolist() for part in (*places, whole.confusion[places])), strict=True)
+            detail["confusion"] = [list(triple) for triple in triples]
+        details.append(detail)
+    return evaluation.flat() | {"command": evaluation.command, "details": details}
+
+
+def scores_csv(evaluation: Evaluation) -> str:
+    """Return a row for each network."""
+    rows = [result.flat() for result in evaluation.results]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return csv_text([names, *([row.get(name) for name in names] for row in rows)])
+
+
+def classes_csv(evaluation: Evaluation) -> str:
+    """Return a row for each class and network."""
+    rows: list[Sequence[Any]] = [["model", "class", "images", "hits", "predicted", "recall", "precision"]]
+    for result in evaluation.results:
+        for each in result.scored.classification.classes if result.scored else ():
+            numbers = [each.images, each.hits, each.predicted, each.recall, each.precision]
+            rows.append([result.name, result.classes[each.label], *numbers])
+    return csv_text(rows)
+
+
+def predictions_csv(evaluation: Evaluation) -> str:
+    """Return a row for each image and network."""
+    rows: list[Sequence[Any]] = [["model", "image", "label", "predicted", "confidence", "rank_of_label"]]
+    for result in evaluation.results:
+        if result.scored is None:
+            continue
+        whole, classes = result.scored.classification, result.classes
+        arrays = (result.scored.labels, whole.predictions, whole.confidences, whole.ranks)
+        columns = zip(result.outputs.keys, *(array.tolist() for array in arrays), strict=True)
+        rows += [[result.name, key, classes[a], classes[b], f"{p:.6f}", rank] for key, a, b, p, rank in columns]
+    return csv_text(rows)
+
+
+# ---- pictures of images ----------------------------------------------------------------------------------------------
+
+
+class Example(NamedTuple):
+    """An image with lines of text below it."""
+
+    row: int
+    """The number of the image in its set."""
+    key: str
+    lines: tuple[str, str]
+    """The class, and the prediction."""
+
+
+Gallery = list[tuple[Example, bytes, bool]]
+"""The pictures of examples as JPEG, and whether their pixels are shown enlarged."""
+
+
+def mistakes(result: Result, scored: Scored) -> list[Example]:
+    """Return the most confident mistakes of a network."""
+    classes = result.classes
+    return [
+        Example(
+            int(result.outputs.rows[each.row]),
+            result.outputs.keys[each.row],
+            (classes[each.label], f"predicted {classes[each.predicted]}, {each.probability:.0%}"),
+        )
+        for each in scored.classification.mistakes
+    ]
+
+
+def differing(right: Result, wrong: Result) -> list[Example]:
+    """Return images that only the first network has right, the most confident mistakes of the second first."""
+    assert right.scored is not None
+    assert wrong.scored is not None
+    whole, classes, labels = wrong.scored.classification, wrong.classes, wrong.scored.labels
+    rows = np.flatnonzero(right.scored.hits & ~wrong.scored.hits)
+    rows = rows[np.argsort(-whole.confidences[rows], kind="stable")[:MOST_DIFFERING]]
+    return [
+        Example(
+            int(wrong.outputs.rows[row]),
+            wrong.outputs.keys[row],
+            (
+                classes[labels[row]],
+                f"{wrong.name}: {classes[whole.predictions[row]]}, {whole.confidences[row]:.0%}",
+            ),
+        )
+        for row in rows.tolist()
+    ]
+
+
+def gallery(images: ImageSet, examples: Sequence[Example]) -> Gallery:
+    """Return the pictures of examples."""
+    places, thumbnails = sorted({example.row for example in examples}), {}
+    for place, encoded in zip(places, images.read(places), strict=True):
+        image = Image.fromarray(encoded.pixels())
+        is_tiny = max(image.size) <= TINY
+        image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
+        image.save(content := io.BytesIO(), "JPEG", quality=88)
+        thumbnails[place] = content.getvalue(), is_tiny
+    return [(example, *thumbnails[example.row]) for example in examples]
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def render(evaluation: Evaluation) -> str:
@@ -32,6 +167,9 @@ def render(evaluation: Evaluation) -> str:
     names, outputs = [result.name for result in results], results[0].outputs
     heads = [(result, result.scored) for result in results if result.scored is not None]
     counted = f"{len(outputs.labels):,} images of {len(images.classes):,} classes, each counted once"
+    left_out = "\n".join(outputs.left_out[:MOST_LEFT_OUT])
+    if len(outputs.left_out) > MOST_LEFT_OUT:
+        left_out += f"\nand {len(outputs.left_out) - MOST_LEFT_OUT:,} more"
     values = {
         "title": f"{', '.join(names)} on {images.name}",
         "eyebrow": f"Evaluation on {images.name}, {images.split}",
@@ -39,17 +177,17 @@ def render(evaluation: Evaluation) -> str:
         "lede": f"{counted}; {len(outputs.left_out):,} left out." if outputs.left_out else f"{counted}.",
         "best": _best(evaluation),
         "beside": _beside(evaluation),
-        "verdict": _verdict(evaluation.pairs[0]) if len(evaluation.pairs) == 1 else None,
+        "verdict": evaluation.pairs[0].sentence() if len(evaluation.pairs) == 1 else None,
     }
     sections = [
         PageSection("scores", "Scores", _scores(results)),
         PageSection("differences", "Differences", _differences(evaluation)),
         PageSection("corruptions", "Corruptions", _corruptions(results)),
-        PageSection("calibration", "Calibration", [reliability_chart(*head).picture() for head in heads]),
+        PageSection("calibration", "Calibration", [reliability_chart(*head) for head in heads]),
         PageSection("classes", "Classes", _classes(heads)),
         PageSection("confusion", "Confusion", _confusion(heads)),
         PageSection("mistakes", "Most confident mistakes", _mistakes(evaluation, heads)),
-        PageSection("left-out", "Images left out", _left_out(outputs.left_out)),
+        PageSection("left-out", "Images left out", left_out),
         PageSection("origin", "How to reproduce", _origin(evaluation)),
     ]
     return render_page("evaluate.html", values, sections)
@@ -89,10 +227,6 @@ def _beside(evaluation: Evaluation) -> Mapping[str, ScoreText | None]:
     return {each.name: score_text(each, "top1") or score_text(each, "labels_top1") for each in results}
 
 
-def _verdict(pair: PairResult) -> str:
-    return f"{pair.first} against {pair.second}: {pair.comparison.sentence()}"
-
-
 def _scores(results: Sequence[Result]) -> Mapping[str, Any]:
     columns = [Column("score"), *(Column(result.name, True) for result in results)]
     texts = score_rows(results)
@@ -120,9 +254,9 @@ def _differences(evaluation: Evaluation) -> Mapping[str, Any] | None:
     ]
     return {
         "prose": prose,
-        "chart": difference_chart(pairs).picture(),
+        "chart": difference_chart(pairs),
         "table": Table("Differences", columns, [_pair_row(pair) for pair in pairs]),
-        "verdicts": [_verdict(pair) for pair in pairs],
+        "verdicts": [pair.sentence() for pair in pairs],
         **_agreement(evaluation),
         "galleries": [
             (right.name, wrong.name, gallery(evaluation.images, examples))
@@ -179,14 +313,14 @@ def _classes(heads: Heads) -> Mapping[str, Any] | None:
         for each in sorted(scored.classification.classes, key=lambda each: (each.recall is None, each.recall or 0)):
             shares = ["–" if share is None else f"{share:.1%}" for share in (each.recall, each.precision)]
             rows.append([result.name, result.classes[each.label], f"{each.images:,}", *shares])
-    charts = [class_chart(result, scored).picture() for result, scored in heads]
+    charts = [class_chart(result, scored) for result, scored in heads]
     return {"charts": charts, "count": f"{len(rows):,}", "table": Table("Classes", columns, rows)}
 
 
 def _confusion(heads: Heads) -> Mapping[str, Any] | None:
     if not heads:
         return None
-    charts = [chart.picture() for result, scored in heads for chart in confusion_charts(result, scored)]
+    charts = [chart for result, scored in heads for chart in confusion_charts(result, scored)]
     columns = [Column("network"), Column("class"), Column("predicted as"), Column("images", True)]
     rows = [
         [result.name, result.classes[label], result.classes[predicted], f"{count:,}"]
@@ -196,21 +330,13 @@ def _confusion(heads: Heads) -> Mapping[str, Any] | None:
     return {"charts": charts, "table": Table("Confusions", columns, rows)}
 
 
-def _mistakes(evaluation: Evaluation, heads: Heads) -> list[tuple[str, list[Thumbnail]]]:
+def _mistakes(evaluation: Evaluation, heads: Heads) -> list[tuple[str, Gallery]]:
     """Return the pictures of each network that has mistakes, with its name where there are several."""
     return [
         (result.name if len(heads) > 1 else "", gallery(evaluation.images, examples))
         for result, scored in heads
         if (examples := mistakes(result, scored))
     ]
-
-
-# ---- the rest --------------------------------------------------------------------------------------------------------
-
-
-def _left_out(names: Sequence[str]) -> str:
-    more = [f"and {len(names) - MOST_LEFT_OUT:,} more"] if len(names) > MOST_LEFT_OUT else []
-    return "\n".join([*names[:MOST_LEFT_OUT], *more])
 
 
 def _origin(evaluation: Evaluation) -> Mapping[str, Any]:

@@ -95,6 +95,10 @@ class PairResult(NamedTuple):
     score: Literal["top1", "labels_top1"] = "top1"
     """The score that differs."""
 
+    def sentence(self) -> str:
+        """Return the verdict in words."""
+        return f"{self.first} against {self.second}: {self.comparison.sentence()}"
+
     def flat(self) -> dict[str, Any]:
         """Return the numbers and the verdict by name."""
         difference, test = self.comparison.difference, self.comparison.mcnemar

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from vitray.evaluation.corruptions import ERROR_OF
 from vitray.evaluation.results import Evaluation, Result
-from vitray.evaluation.robustness import ERROR_OF
 from vitray.metrics.few_shot import SHOTS
 from vitray.metrics.probes import PROBES
 
@@ -95,8 +95,7 @@ def scores_text(evaluation: Evaluation) -> str:
     lines.append(["images", *(f"{len(result.outputs.labels):,}" for result in results)])
     if any(result.outputs.left_out for result in results):
         lines.append(["left out", *(f"{len(result.outputs.left_out):,}" for result in results)])
-    verdicts = [f"{pair.first} against {pair.second}: {pair.comparison.sentence()}" for pair in evaluation.pairs]
-    return "\n".join([aligned(lines), *verdicts])
+    return "\n".join([aligned(lines), *(pair.sentence() for pair in evaluation.pairs)])
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,19 +18,15 @@ import torch
 from torch import Tensor
 
 from vitray.cluster.storage_check import check_outlives_job
-from vitray.config import Run
 from vitray.config.parsing import parse_overrides
 from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError, RunError
-from vitray.exports import graphs
 from vitray.exports.folding import fold
-from vitray.exports.libraries import write_for_library
-from vitray.exports.options import TARGETS, ExportRequest, check_network, check_request, package_versions
-from vitray.exports.parity import MOST_OTHERS, Parity, Runner, compare_logits, measure_latency, views
-from vitray.exports.preparation import preprocessing_of
-from vitray.inference.images import ImageSet, open_images
+from vitray.exports.options import TARGETS, ExportRequest, check_network, check_request
+from vitray.exports.parity import MOST_OTHERS, Parity, compare_logits, measure_latency, views
+from vitray.exports.writers import GRAPHS, OPSET, OUTPUT, preprocessing_of, trace_program, write_for_library
+from vitray.inference.images import open_images
 from vitray.inference.models import short_name
-from vitray.models.network import AnyNetwork
 from vitray.models.probabilities import probability_of
 from vitray.system import host_facts, storage
 from vitray.system.timing import circumstances, progress
@@ -76,104 +72,83 @@ class Export(NamedTuple):
 
 def export_network(request: ExportRequest) -> Export:
     """Write an export and return it; refuse one whose top-1 changes exceed the bound, and leave nothing then."""
-    out = request.out or f"exports/{short_name(request.model)}-{request.target}"
+    out, target = request.out or f"exports/{short_name(request.model)}-{request.target}", request.target
     check_outlives_job(out)
     check_request(request, out)
     url = pin_uri(request.model)
     run, vit, classes = open_weights(url, parse_overrides(request.settings))
     check_network(request, vit.model)
     images = open_images(request.data, request.split)
-    identity = identity_of(vit.state_dict())
+    identity, file, size = identity_of(vit.state_dict()), TARGETS[target].file, vit.model.image_shape
+    # The images of an export of any size have sides of any multiple of this.
+    patch = vit.model.shape.patch if request.any_size else None
     vit.requires_grad_(False)
-    with storage.scratch_folder() as scratch, torch.no_grad():
-        folder = scratch / "export"
-        folder.mkdir()
-        progress(f"writing {request.target}")
-        after = _write(request, run, vit, classes, folder)
-        proof = _prove(request, run, vit, after, images)
-        export = Export(out, proof.parity, proof.latency, circumstances(torch.device("cpu")))
-        described = _described(request, url, vit, identity)
-        described["output"]["probabilities"] = probability_of(run)
-        for name, content in {
-            "classes": None if classes is None else list(classes),
-            "preprocessing": _preprocessing(request, run, vit),
-            "parity": proof.content | {"circumstances": export.circumstances, "versions": described["versions"]},
-            "export": described,
-        }.items():
-            (folder / f"{name}.json").write_text(f"{json.dumps(content, indent=1)}\n")
-        _publish(folder, out)
-    return export
-
-
-class _Proof(NamedTuple):
-    """The content of parity.json, but for the circumstances."""
-
-    parity: Parity
-    latency: dict[str, dict[str, float]] | None
-    content: dict[str, Any]
-
-
-def _write(request: ExportRequest, run: Run, vit: AnyNetwork, classes: Sequence[str] | None, folder: Path) -> Runner:
-    """Write the files of the network and return a runner that has read them."""
-    if not (file := TARGETS[request.target].file):
-        return write_for_library(vit, run, request.target, folder, classes)
-    network = fold(vit, run.data.normalize, any_size=request.any_size, int8_weights=request.int8 == "weights")
-    program = graphs.trace_program(network, vit.model.image_shape, _any_multiple_of(request, vit))
-    return graphs.GRAPHS[request.target](program, folder / file, request.int8)
-
-
-def _prove(request: ExportRequest, run: Run, vit: AnyNetwork, after: Runner, images: ImageSet) -> _Proof:
-    """Compare an export with its network over the images."""
 
     def before(images_BCHW: Tensor) -> Tensor:
         return vit(normalized(images_BCHW.permute(0, 2, 3, 1), run.data.normalize))
 
-    size = vit.model.image_shape
-    sizes = [size]
-    if request.any_size:
-        sizes.append((size[0] + vit.model.shape.patch, size[1]))
-    progress(f"comparing {min(request.images, len(images)):,} images")
-    parity = compare_logits(before, after, views(images, request.images, sizes, run.data.eval_crop))
-    if parity.changed_share > request.bound and not request.allow:
-        raise RunError(
-            f"{request.model} --to {request.target}: top-1 changed for {parity.changed_top1} of {parity.images} images"
-            f" ({parity.changed_share:.2%}), expected at most {request.bound:.2%}: nothing is written. Raise --bound,"
-            " or add --allow"
-        )
-    progress("measuring the latency")
-    measured, others = measure_latency(before, after, size, request.rounds, request.seconds)
-    latency = measured if others <= MOST_OTHERS else None
-    drawn = "drawn" if request.data == "demo" else "real"
-    content = parity.flat() | {"bound": request.bound, "allowed_above": request.allow, "sizes": sizes}
-    content |= {"data": request.data, "split": request.split, "data_identity": images.identity, "kind": drawn}
-    content |= {"latency": latency, "rounds": request.rounds, "used_by_others": round(others, 3)}
-    return _Proof(parity, latency, content)
-
-
-def _described(request: ExportRequest, url: str, vit: AnyNetwork, identity: str) -> dict[str, Any]:
-    """The content of export.json."""
-    versions = {name.removeprefix("version."): value for name, value in host_facts.versions().items()}
-    return {
-        "format": FORMAT,
-        "target": request.target,
-        "network": vit.model.name,
-        "settings": vit.model.model_dump(mode="json"),
-        "source": url,
-        "identity": identity,
-        "int8": request.int8,
-        "opset": graphs.OPSET if request.target == "onnx" else None,
-        "output": {"name": graphs.OUTPUT, "shape": ["any", vit.model.num_classes]},
-        "versions": versions | package_versions(request.target),
-    }
-
-
-def _preprocessing(request: ExportRequest, run: Run, vit: AnyNetwork) -> dict[str, Any]:
-    in_graph, patch = TARGETS[request.target].file is not None, _any_multiple_of(request, vit)
-    return preprocessing_of(run, vit.model.image_shape, in_graph=in_graph, any_multiple_of=patch)
-
-
-def _any_multiple_of(request: ExportRequest, vit: AnyNetwork) -> int | None:
-    return vit.model.shape.patch if request.any_size else None
+    with storage.scratch_folder() as scratch, torch.no_grad():
+        folder = scratch / "export"
+        folder.mkdir()
+        progress(f"writing {target}")
+        if file is None:
+            after = write_for_library(vit, run, target, folder, classes)
+        else:
+            network = fold(vit, run.data.normalize, any_size=request.any_size, int8_weights=request.int8 == "weights")
+            after = GRAPHS[target](trace_program(network, size, patch), folder / file, request.int8)
+        progress(f"comparing {min(request.images, len(images)):,} images")
+        sizes = [size] if patch is None else [size, (size[0] + patch, size[1])]
+        parity = compare_logits(before, after, views(images, request.images, sizes, run.data.eval_crop))
+        if parity.changed_share > request.bound and not request.allow:
+            raise RunError(
+                f"{request.model} --to {target}: top-1 changed for {parity.changed_top1} of {parity.images} images"
+                f" ({parity.changed_share:.2%}), expected at most {request.bound:.2%}: nothing is written. Raise"
+                " --bound, or add --allow"
+            )
+        progress("measuring the latency")
+        measured, others = measure_latency(before, after, size, request.rounds, request.seconds)
+        latency, conditions = measured if others <= MOST_OTHERS else None, circumstances(torch.device("cpu"))
+        versions = {name.removeprefix("version."): value for name, value in host_facts.versions().items()}
+        versions |= {name: version(name) for name in (*TARGETS[target].packages, "safetensors", "torchvision")}
+        contents = {
+            "classes": None if classes is None else list(classes),
+            "preprocessing": preprocessing_of(run, size, in_graph=file is not None, any_multiple_of=patch),
+            "parity": parity.flat()
+            | {
+                "bound": request.bound,
+                "allowed_above": request.allow,
+                "sizes": sizes,
+                "data": request.data,
+                "split": request.split,
+                "data_identity": images.identity,
+                "kind": "drawn" if request.data == "demo" else "real",
+                "latency": latency,
+                "rounds": request.rounds,
+                "used_by_others": round(others, 3),
+                "circumstances": conditions,
+                "versions": versions,
+            },
+            "export": {
+                "format": FORMAT,
+                "target": target,
+                "network": vit.model.name,
+                "settings": vit.model.model_dump(mode="json"),
+                "source": url,
+                "identity": identity,
+                "int8": request.int8,
+                "opset": OPSET if target == "onnx" else None,
+                "output": {
+                    "name": OUTPUT,
+                    "shape": ["any", vit.model.num_classes],
+                    "probabilities": probability_of(run),
+                },
+                "versions": versions,
+            },
+        }
+        for name, content in contents.items():
+            (folder / f"{name}.json").write_text(f"{json.dumps(content, indent=1)}\n")
+        _publish(folder, out)
+    return Export(out, parity, latency, conditions)
 
 
 def _publish(folder: Path, out: str) -> None:

@@ -1,7 +1,6 @@
 """The request of an export, and its checks before any network is read."""
 
 from collections.abc import Sequence
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ class TargetTraits(NamedTuple):
     """What options and checks know of a target of an export."""
 
     file: str | None = None
-    """The file of a graph, which `GRAPHS` of `graphs.py` writes: it takes uint8 images and normalizes them. None for
+    """The file of a graph, which `GRAPHS` of `writers.py` writes: it takes uint8 images and normalizes them. None for
     the files of a library, which `LIBRARIES` of `vitray/weights/export.py` writes."""
     packages: tuple[str, ...] = ()
     """Optional packages that write and check it."""
@@ -105,8 +104,3 @@ def check_network(request: ExportRequest, model: Model) -> None:
             f"{request.model}: --any-size: its {model.positions.kind} positions belong to {model.grid[0]} x"
             f" {model.grid[1]} patches; expected positions none, rope, or sincos2d at the stem"
         )
-
-
-def package_versions(target: str) -> dict[str, str]:
-    """Return the versions of the packages that write and check a target."""
-    return {name: version(name) for name in (*TARGETS[target].packages, "safetensors", "torchvision")}

@@ -1,7 +1,10 @@
 """The inside of a network, as arrays: a network and a batch of normalized images in, values out. Needs torch alone."""
 
-from vitray.inspection.attention_distance import AttentionSpread as AttentionSpread
-from vitray.inspection.attention_distance import attention_distances as attention_distances
+from vitray.inspection.attention import AttentionMaps as AttentionMaps
+from vitray.inspection.attention import AttentionSpread as AttentionSpread
+from vitray.inspection.attention import attention_distances as attention_distances
+from vitray.inspection.attention import attention_maps as attention_maps
+from vitray.inspection.attention import gradient_rollout as gradient_rollout
 from vitray.inspection.branches import BranchReport as BranchReport
 from vitray.inspection.branches import branch_report as branch_report
 from vitray.inspection.branches import branch_sums as branch_sums
@@ -18,9 +21,6 @@ from vitray.inspection.positions import position_similarity as position_similari
 from vitray.inspection.positions import relative_lengths as relative_lengths
 from vitray.inspection.positions import relative_terms as relative_terms
 from vitray.inspection.positions import window_terms as window_terms
-from vitray.inspection.rollout import AttentionMaps as AttentionMaps
-from vitray.inspection.rollout import attention_maps as attention_maps
-from vitray.inspection.rollout import gradient_rollout as gradient_rollout
 from vitray.inspection.similarity import cka as cka
 from vitray.inspection.similarity import level_grams as level_grams
 from vitray.inspection.tensors import LayerScale as LayerScale

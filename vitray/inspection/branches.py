@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitray.inspection.levels import Level, blocks, run_levels
 from vitray.inspection.similarity import gram, hsic, mini_batches, u_centered
-from vitray.inspection.states import chunks
+from vitray.inspection.tokens import chunks
 from vitray.models.vit import ViT
 
 Half = Literal["attn", "ffn"]

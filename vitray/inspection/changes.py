@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitray.inspection.levels import grid_of
-from vitray.inspection.states import chunks, run_states
 from vitray.inspection.tensors import Kind, NamedTensor, aligned, named_tensors, network_tensors
+from vitray.inspection.tokens import chunks, run_states
 from vitray.models.network import AnyNetwork
 from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT
@@ -95,12 +95,12 @@ def feature_changes(
         raise ValueError(f"got {first} and {second}, expected two networks with the same tokens; CKA compares any two")
     relatives, cosines = [], []
     for chunk, chunk_of_other in zip(chunks(base, images_BCHW), chunks(other, images_of_other), strict=True):
-        changes = [
-            _state_change(*pair)
-            for pair in zip(run_states(base, chunk), run_states(other, chunk_of_other), strict=True)
-        ]
-        relatives.append(torch.stack([relative_B for relative_B, _ in changes]))
-        cosines.append(torch.stack([cosine_B for _, cosine_B in changes]))
+        relatives_SB, cosines_SB = [], []
+        for old_BND, new_BND in zip(run_states(base, chunk), run_states(other, chunk_of_other), strict=True):
+            relatives_SB.append((new_BND - old_BND).flatten(1).norm(dim=1) / old_BND.flatten(1).norm(dim=1))
+            cosines_SB.append(F.cosine_similarity(old_BND, new_BND, dim=2).mean(dim=1))
+        relatives.append(torch.stack(relatives_SB))
+        cosines.append(torch.stack(cosines_SB))
     return FeatureChange(torch.cat(relatives, dim=1), torch.cat(cosines, dim=1))
 
 
@@ -114,8 +114,3 @@ def tokens_of(vit: AnyNetwork, images_BCHW: Tensor) -> str:
     token += "a distillation token and " if vit.model.distillation_token else ""
     registers = f"{vit.model.registers} registers and " if vit.model.registers else ""
     return f"{len(vit.blocks)} levels with {token}{registers}{rows} x {columns} patches of width {vit.model.shape.size}"
-
-
-def _state_change(old_BND: Tensor, new_BND: Tensor) -> tuple[Tensor, Tensor]:
-    relative_B = (new_BND - old_BND).flatten(1).norm(dim=1) / old_BND.flatten(1).norm(dim=1)
-    return relative_B, F.cosine_similarity(old_BND, new_BND, dim=2).mean(dim=1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitray.errors import ConfigError
 from vitray.inspection.levels import check_network
-from vitray.inspection.states import chunks
+from vitray.inspection.tokens import chunks
 from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT
 

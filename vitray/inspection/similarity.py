@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vitray.inspection.states import chunks, run_states
+from vitray.inspection.tokens import chunks, run_states
 from vitray.models.network import AnyNetwork
 from vitray.models.torchvision_networks import TorchvisionNetwork
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 # Matplotlib's warning of a letter that the font lacks, which has no class of its own.
@@ -86,6 +87,11 @@ def style_axis(axis: Axes, theme: Theme) -> None:
     axis.set_axisbelow(True)
     axis.tick_params(which="both", length=0, labelsize=8, labelcolor=theme.pale)
     axis.spines[:].set_visible(False)
+
+
+def heat(theme: Theme) -> LinearSegmentedColormap:
+    """Return the colors of a heat map; cells without a value are transparent."""
+    return LinearSegmentedColormap.from_list("heat", [theme.low, theme.high])
 
 
 def one_line(text: str, length: int, keep_end: bool = False) -> str:

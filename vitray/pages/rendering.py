@@ -5,13 +5,14 @@ elements.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.figure import Figure
 
-from vitray.pages.plotting import DARK, LIGHT
+from vitray.pages.plotting import DARK, LIGHT, Theme, to_png
 
 
 class Picture(NamedTuple):
@@ -21,6 +22,11 @@ class Picture(NamedTuple):
     caption: str
     light: bytes
     dark: bytes
+
+
+def draw_picture(alt: str, caption: str, draw: Callable[[Theme], Figure]) -> Picture:
+    """Return a drawing in both themes."""
+    return Picture(alt, caption, to_png(draw(LIGHT)), to_png(draw(DARK)))
 
 
 class Column(NamedTuple):

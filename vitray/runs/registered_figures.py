@@ -6,9 +6,8 @@ from vitray.errors import one_line
 from vitray.inference.models import describe_network
 from vitray.inspection.report.figures import choose_figures
 from vitray.inspection.report.inspect_networks import Request, draw_files
-from vitray.inspection.report.page import Inspection
+from vitray.inspection.report.page import Inspection, log_files
 from vitray.inspection.report.subjects import Subject
-from vitray.inspection.report.tracking import log_files
 from vitray.models.network import vit_of
 from vitray.runs.run_dir import stored_run
 from vitray.tracking.tracker import Tracker

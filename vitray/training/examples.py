@@ -9,8 +9,8 @@ from vitray.data.augment.views import View
 from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.decoding import locate_rows
 from vitray.inference.images import split_images
+from vitray.inspection.attention import attention_maps
 from vitray.inspection.report.subjects import at_even_distances
-from vitray.inspection.rollout import attention_maps
 from vitray.metrics.arrays import Examples
 from vitray.models.network import AnyNetwork
 from vitray.models.probabilities import probabilities_of, probability_of

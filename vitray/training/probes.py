@@ -19,7 +19,7 @@ from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.decoding import locate_rows, read_labels
 from vitray.errors import ConfigError
 from vitray.inference.images import split_images
-from vitray.inspection.attention_distance import attention_distances
+from vitray.inspection.attention import attention_distances
 from vitray.metrics.arrays import Labeled, ProbeInputs
 from vitray.metrics.probes import probe_scores
 from vitray.models.adapters import merge_lora

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
@@ -149,11 +148,6 @@ def number_levels(axis: Axes, theme: Theme, label: str = "levels passed") -> Non
 def add_legend(axis: Axes, theme: Theme) -> None:
     """Draw a legend where the fewest points are."""
     axis.legend(fontsize=7.5, frameon=False, labelcolor=theme.ink)
-
-
-def heat(theme: Theme) -> LinearSegmentedColormap:
-    """Return the colors of a heat map; cells without a value are transparent."""
-    return LinearSegmentedColormap.from_list("heat", [theme.low, theme.high])
 
 
 def add_bar(figure: Figure, axes: Axes | Sequence[Axes], image: AxesImage, theme: Theme, label: str) -> None:

@@ -15,9 +15,8 @@ from vitray.inspection.levels import check_levels
 from vitray.inspection.report.drawings import file_name
 from vitray.inspection.report.figures import FIGURES, choose_figures, make_figure
 from vitray.inspection.report.measuring import measure
-from vitray.inspection.report.page import PAGE, Inspection, render
+from vitray.inspection.report.page import PAGE, Inspection, render, track_inspection
 from vitray.inspection.report.subjects import MOST_SHOWN, ChosenImages, Subject, choose_images
-from vitray.inspection.report.tracking import track_inspection
 from vitray.models.network import vit_of
 from vitray.system import storage
 from vitray.system.mlflow_client import has_store

@@ -1,11 +1,17 @@
-"""The page of an inspection: pictures first, each figure with its circumstances and its files."""
+"""An inspection as a page, pictures first, each figure with its circumstances and its files; and as runs in MLflow."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from vitray.inference.images import ImageSet
 from vitray.inspection.report.drawings import FigureResult, Rendered
 from vitray.inspection.report.subjects import ChosenImages, Subject
 from vitray.pages.rendering import PageSection, Picture, render_page
+from vitray.system import host_facts, storage
+from vitray.tracking.lineage import TrackedDataset, experiment_of
+from vitray.tracking.tracker import TrackedRun, Tracker
 
 PAGE = "index.html"
 
@@ -64,8 +70,12 @@ def _figure(result: FigureResult, rendered: Mapping[str, Rendered]) -> Mapping[s
         Picture(drawing.alt, drawing.caption, rendered[drawing.file].light, rendered[drawing.file].dark)
         for drawing in result.drawings
     ]
-    texts = {"prose": result.prose, "files": file_names(result)}
-    return {**texts, "pictures": pictures, "galleries": result.galleries}
+    return {
+        "prose": result.prose,
+        "files": file_names(result),
+        "pictures": pictures,
+        "galleries": result.galleries,
+    }
 
 
 def _origin(inspection: Inspection) -> Mapping[str, Any]:
@@ -78,3 +88,44 @@ def _origin(inspection: Inspection) -> Mapping[str, Any]:
         preparation = f"{spec.crop}, computed in float32"
         facts[subject.name] = f"{spec.url}: {network_text(subject)}, {preparation}; weights {spec.identity}"
     return {"command": inspection.command, "facts": facts}
+
+
+# ---- MLflow ----------------------------------------------------------------------------------------------------------
+
+
+def track_inspection(inspection: Inspection, folder: str, files: Mapping[str, bytes]) -> None:
+    """Log the files of an inspection as a run of each network, linked to its training run and registered version.
+
+    A repeated inspection continues its runs.
+    """
+    images, home = inspection.images, storage.absolute(folder)
+    dataset, data, over, on = None, {}, "", ""
+    if images is not None:
+        data = {"data": images.origin, "data_identity": images.identity}
+        over, on = f" over {images_text(images)} ({images.origin})", f" on {images.name}"
+        if isinstance(images.source, ImageSet):
+            name, url = f"{images.source.name}/{images.source.split}", images.source.url
+            dataset = TrackedDataset(name, images.identity, url, "evaluation", images.total, len(images.classes))
+    figures = ", ".join(result.title for result in inspection.results)
+    tags = {"vitray.kind": "inspection", "vitray.home": home} | host_facts.facts()
+    for subject in inspection.subjects:
+        spec = subject.spec
+        parts = [home, spec.key, spec.url, inspection.command, *([] if images is None else [images.identity])]
+        uid = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        run = TrackedRun(uid, f"inside {subject.name}{on}", experiment_of(spec.url))
+        params = {"model": spec.url, "network": spec.network, "identity": spec.identity, "command": inspection.command}
+        description = f"`{spec.url}`, {network_text(subject)}{over}\n\n{figures}\n\n`{inspection.command}`"
+        with Tracker(run, params | data, tags, description) as tracker:
+            if dataset is not None:
+                tracker.datasets([dataset])
+            tracker.link(spec.url, description)
+            log_files(tracker, files)
+
+
+def log_files(tracker: Tracker, files: Mapping[str, bytes]) -> None:
+    """Log the files of an inspection as artifacts of a run."""
+    for name, content in files.items():
+        if name == PAGE:
+            tracker.text(f"inspection/{name}", content.decode())
+        else:
+            tracker.figure(f"inspection/{name}", content)

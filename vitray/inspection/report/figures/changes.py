@@ -9,11 +9,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vitray.inspection.changes import TensorChange, tensor_changes
-from vitray.inspection.report.drawings import DPI, FigureResult, Rows, Table, add_bar, file_name, heat, prepare
+from vitray.inspection.report.drawings import DPI, FigureResult, Rows, Table, add_bar, file_name, prepare
 from vitray.inspection.report.figures.spectra import draw_spectra, spectrum_rows
 from vitray.inspection.report.subjects import Subject
 from vitray.inspection.tensors import KINDS, Kind, spectra
-from vitray.pages.plotting import Theme, new_figure
+from vitray.pages.plotting import Theme, heat, new_figure
 
 # Levels with numbers in the cells of the heat map.
 MOST_NUMBERED = 16

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from vitray.inspection.attention_distance import AttentionSpread, attention_distances, patch_distances
+from vitray.inspection.attention import AttentionSpread, attention_distances, patch_distances
 from vitray.inspection.report.drawings import DPI, FigureResult, Rows, Table, add_legend, number_levels, prepare
 from vitray.inspection.report.subjects import Subject, View
 from vitray.pages.plotting import Theme, new_figure

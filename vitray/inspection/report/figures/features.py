@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from vitray.inspection.changes import FeatureChange, feature_changes, tokens_of
 from vitray.inspection.report.drawings import DPI, FigureResult, Rows, draw_band, number_levels, prepare, to_array
 from vitray.inspection.report.subjects import Subject, View
-from vitray.inspection.states import has_levels
+from vitray.inspection.tokens import has_levels
 from vitray.pages.plotting import Theme, new_figure
 
 PROSE = (

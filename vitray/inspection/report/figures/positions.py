@@ -26,14 +26,13 @@ from vitray.inspection.report.drawings import (
     Rows,
     add_bar,
     add_title,
-    heat,
     prepare,
     tiled,
     to_array,
 )
 from vitray.inspection.report.subjects import Subject
 from vitray.models.vit import ViT
-from vitray.pages.plotting import Theme, new_figure
+from vitray.pages.plotting import Theme, heat, new_figure
 
 # Tiles of each side of the figure.
 MOST_TILES = 14

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from vitray.data.augment.contact_sheets import attention_overlay
+from vitray.inspection.attention import attention_maps, gradient_rollout
 from vitray.inspection.report.drawings import Drawing, FigureResult, Rows, Strip, Table, Thumbnail, file_name
 from vitray.inspection.report.subjects import ChosenImages, Subject
-from vitray.inspection.rollout import attention_maps, gradient_rollout
 from vitray.models.probabilities import probabilities_of
 from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.pages.plotting import Theme, new_figure, one_line

@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from vitray.inspection.report.drawings import DPI, FigureResult, Rows, add_bar, heat, prepare, to_array
+from vitray.inspection.report.drawings import DPI, FigureResult, Rows, add_bar, prepare, to_array
 from vitray.inspection.report.subjects import Subject, View
 from vitray.inspection.similarity import FEWEST_IMAGES, cka, level_grams
-from vitray.inspection.states import has_levels
-from vitray.pages.plotting import Theme, new_figure
+from vitray.inspection.tokens import has_levels
+from vitray.pages.plotting import Theme, heat, new_figure
 
 PROSE = (
     "Linear CKA between the tokens before the first level (0) and after each, all tokens of an image as one vector (the"

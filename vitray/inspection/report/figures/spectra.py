@@ -8,10 +8,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from vitray.inspection.report.drawings import DPI, FigureResult, Rows, add_title, heat, prepare, to_array
+from vitray.inspection.report.drawings import DPI, FigureResult, Rows, add_title, prepare, to_array
 from vitray.inspection.report.subjects import Subject
 from vitray.inspection.tensors import Kind, Spectrum, spectra
-from vitray.pages.plotting import Theme, new_figure
+from vitray.pages.plotting import Theme, heat, new_figure
 
 MATRICES: tuple[Kind, ...] = ("query", "key", "value", "output", "up", "down", "convolution", "linear")
 PROSE = (

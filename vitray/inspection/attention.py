@@ -1,23 +1,26 @@
-"""Attention maps: the patches that a network's output attends to, by attention rollout and two variants.
+"""Attention: the patches that a network's output attends to, and how far each head looks.
 
 Rollout multiplies the maps of all levels (Abnar and Zuidema, 2020; ViT paper, D.7). The map of a level is the identity,
 for the residual stream, plus the mean over heads of its attention, row-normalized. The branches of a parallel level all
-add to one residual stream, so that its map is row-normalize(I + sum over branches of the mean over heads).
+add to one residual stream, so that its map is row-normalize(I + sum over branches of the mean over heads). Attention
+distance is the mean distance in pixels between a query patch and the patches it attends to (ViT paper, D.7).
 
-Shapes: B images, C colors, H x W pixels, N tokens, R x Q rows and columns of patches, K classes; of attention weights
-(BHNN), H heads.
+Shapes: B images, C colors, H x W pixels, N tokens, M patches, R x Q rows and columns of patches, K classes, L levels, P
+branches of a level; of attention weights (BHNN) and results (LPHB), H heads.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vitray.inspection.levels import blocks, check_network, grid_of, images_at_once, run_levels
+from vitray.inspection.levels import blocks, check_levels, check_network, grid_of, images_at_once, run_levels
 from vitray.models.branches import Trace
 from vitray.models.vit import ViT
+
+# ---- attention maps --------------------------------------------------------------------------------------------------
 
 
 class AttentionMaps(NamedTuple):
@@ -84,16 +87,13 @@ def gradient_rollout(vit: ViT, images_BCHW: Tensor, classes_B: Tensor | None = N
     if vit.model.num_classes is None:
         raise ValueError("gradient-weighted maps explain a class, and the network has no head")
     if classes_B is None:
-        classes_B = predicted(vit, images_BCHW)
+        with torch.no_grad():
+            chosen_B = vit(images_BCHW).argmax(dim=1)
+    else:
+        chosen_B = classes_B
     at_once = max(1, images_at_once(vit, images_BCHW) // (2 * blocks(vit)[0].branches))
-    chunks = zip(images_BCHW.split(at_once), classes_B.split(at_once), strict=True)
+    chunks = zip(images_BCHW.split(at_once), chosen_B.split(at_once), strict=True)
     return torch.cat([_gradient_of_chunk(vit, *chunk) for chunk in chunks])
-
-
-@torch.no_grad()
-def predicted(vit: ViT, images_BCHW: Tensor) -> Tensor:
-    """Return the class with the largest logit of each image, B."""
-    return vit(images_BCHW).argmax(dim=1)
 
 
 def _gradient_of_chunk(vit: ViT, images_BCHW: Tensor, classes_B: Tensor) -> Tensor:
@@ -120,3 +120,55 @@ def _gradient_of_chunk(vit: ViT, images_BCHW: Tensor, classes_B: Tensor) -> Tens
 
 def _on_grid(vit: ViT, map_BN: Tensor, grid: tuple[int, int]) -> Tensor:
     return map_BN[:, vit.num_prefix :].unflatten(1, grid)
+
+
+# ---- attention distance ----------------------------------------------------------------------------------------------
+
+
+class AttentionSpread(NamedTuple):
+    """The spread of each head's attention, averaged over queries, for each image: LPHB."""
+
+    distance: Tensor
+    """In pixels. The rows and columns of all tokens before the patches are cut, and the rest is not renormalized."""
+    renormalized: Tensor
+    """In pixels, each query's attention to the patches divided by its sum; differs only with tokens before them."""
+    entropy: Tensor
+    """In nats, of all rows and columns: log N for uniform attention, 0 for attention to one token."""
+
+
+@torch.no_grad()
+def attention_distances(vit: ViT, images_BCHW: Tensor, chosen: Sequence[int] | None = None) -> AttentionSpread:
+    """Return attention distance in both conventions, and entropy, of every head for a batch of normalized images.
+
+    `chosen` are the levels that are inspected, counted from 0, in ascending order; by default all.
+    """
+    chosen = range(len(vit.blocks)) if chosen is None else check_levels(vit, chosen)
+    grid, prefix = grid_of(vit, images_BCHW), vit.num_prefix
+    distances_MM = patch_distances(grid, vit.stem.patch).to(images_BCHW)
+    chunks = [
+        [
+            torch.stack([spread_of(weights_BHNN, distances_MM, prefix) for weights_BHNN in level.attention()])
+            for level in run_levels(vit, chunk)
+            if level.number in chosen
+        ]
+        for chunk in images_BCHW.split(images_at_once(vit, images_BCHW))
+    ]
+    spread_LP3HB = torch.cat([torch.stack(chunk) for chunk in chunks], dim=-1)
+    return AttentionSpread(*spread_LP3HB.unbind(2))
+
+
+def spread_of(weights_BHNN: Tensor, distances_MM: Tensor, prefix: int) -> Tensor:
+    """Return distance, renormalized distance and entropy of one branch, 3HB."""
+    patches_BHMM = weights_BHNN[..., prefix:, prefix:]
+    distance_BHM = torch.einsum("bhij,ij->bhi", patches_BHMM, distances_MM)
+    # A query that attends to no patch has no distance: 0 / 0, left out of the mean.
+    renormalized_BH = (distance_BHM / patches_BHMM.sum(dim=-1)).nanmean(dim=-1)
+    entropy_BH = torch.special.entr(weights_BHNN).sum(dim=-1).mean(dim=-1)
+    return torch.stack([distance_BHM.mean(dim=-1), renormalized_BH, entropy_BH]).mT
+
+
+def patch_distances(grid: tuple[int, int], patch: int) -> Tensor:
+    """Return the distance in pixels between the centers of any two patches of a grid, MM, in float64."""
+    rows, columns = torch.meshgrid(*(torch.arange(side, dtype=torch.float64) for side in grid), indexing="ij")
+    centers_M2 = torch.stack([rows.flatten(), columns.flatten()], dim=1) * patch
+    return torch.cdist(centers_M2, centers_M2, compute_mode="donot_use_mm_for_euclid_dist")

@@ -1,10 +1,10 @@
 """The tasks of a VTAB-1k evaluation: each a dataset with its group, of which 1,000 training images are kept."""
 
-import hashlib
 import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from itertools import islice
 from typing import NamedTuple
 
@@ -24,11 +24,11 @@ from vitray.data.shards.manifest import (
     save_dataset,
 )
 from vitray.errors import ConfigError
-from vitray.evaluation.probes import open_training
+from vitray.evaluation.evaluate import open_training
 from vitray.inference.images import EncodedImage, ImageSet, open_images
 from vitray.system import storage
-from vitray.vtab.protocol import DEVELOPMENT, TRAIN, hash_order
 
+TRAIN, DEVELOPMENT = 800, 200
 # The splits of a subset, named as VTAB names them.
 TRAIN_SPLIT, DEVELOPMENT_SPLIT, BOTH_SPLIT = "train800", "val200", "train800val200"
 # Images that are read at a time, and rows of a row group.
@@ -66,6 +66,19 @@ def open_tasks(words: Sequence[str], train_split: str, split: str) -> list[Task]
             raise ConfigError(f"--vtab: {same.train.url} and {train.url} have one name; expected distinct names")
         tasks.append(Task(train.name, group, hash_order(train.name, train.read_names()), train, test))
     return tasks
+
+
+def hash_order(dataset: str, names: Sequence[str]) -> np.ndarray:
+    """Return the rows by ascending hash of (dataset, name): the same images in any order of the rows."""
+    wanted = TRAIN + DEVELOPMENT
+    if len(names) < wanted:
+        raise ConfigError(
+            f"{dataset}: {len(names):,} training images; expected at least {wanted:,}, {TRAIN} + {DEVELOPMENT}"
+        )
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{dataset}: {len(names) - len(set(names))} names occur twice; expected one for each image")
+    digests = [sha256(f"{dataset}\0{name}".encode("utf-8", "surrogateescape")).digest() for name in names]
+    return np.array(sorted(range(len(names)), key=digests.__getitem__), dtype=np.int64)
 
 
 def write_subset(task: Task, folder: str) -> Dataset:
@@ -140,7 +153,7 @@ def _write_split(url: str, split: str, images: Sequence[EncodedImage], num_class
     name, data = f"{split}.parquet", content.getvalue()
     storage.write_bytes(storage.join(url, name), data)
     groups = tuple(min(ROW_GROUP, len(images) - at) for at in range(0, len(images), ROW_GROUP))
-    sha256 = hashlib.sha256(data).hexdigest()
     labels = Counter(image.label for image in images)
-    shard = Shard(name=name, rows=len(images), bytes=len(data), sha256=sha256, row_groups=groups)
+    digest = sha256(data).hexdigest()
+    shard = Shard(name=name, rows=len(images), bytes=len(data), sha256=digest, row_groups=groups)
     return Split(shards=(shard,), class_counts=tuple(labels[label] for label in range(num_classes)))

@@ -22,16 +22,23 @@ from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError
 from vitray.evaluation.classes import class_numbers
 from vitray.evaluation.evaluate import DEFAULT_FOLDER, MAX_CORRUPT, Network, open_networks
+from vitray.evaluation.vtab.page import write_vtab
+from vitray.evaluation.vtab.scores import SWEEP, NetworkResult, Setting, TaskResult, VtabEvaluation, best_setting
+from vitray.evaluation.vtab.tasks import (
+    BOTH_SPLIT,
+    DEVELOPMENT_SPLIT,
+    TRAIN,
+    TRAIN_SPLIT,
+    Task,
+    open_tasks,
+    write_subset,
+)
 from vitray.inference.engine import numerics_of
 from vitray.inference.models import describe_network
 from vitray.inference.outputs import BATCH, Work, compute_outputs
 from vitray.runs.resolve import check_storage
 from vitray.runs.train import train
 from vitray.system import storage
-from vitray.vtab.protocol import SWEEP, TRAIN, Setting, best_setting
-from vitray.vtab.report import write_vtab
-from vitray.vtab.results import NetworkResult, TaskResult, VtabEvaluation
-from vitray.vtab.tasks import BOTH_SPLIT, DEVELOPMENT_SPLIT, TRAIN_SPLIT, Task, open_tasks, write_subset
 
 FORMAT = 1
 # The whole image squeezed to the network's size, as by VTAB's code, without augmentation: a crop or a flip can change
@@ -69,16 +76,6 @@ class VtabRequest(NamedTuple):
     seeds: int = 3
     workers: int | None = None
     max_corrupt: float = MAX_CORRUPT
-
-    @property
-    def models(self) -> list[str]:
-        """The addresses of the networks."""
-        return split_words(self.words)[0]
-
-    @property
-    def overrides(self) -> list[str]:
-        """The settings of all fine-tunings."""
-        return split_words(self.words)[1]
 
     @property
     def command(self) -> str:
@@ -119,62 +116,54 @@ class _Cell(NamedTuple):
 
 def evaluate_vtab(request: VtabRequest) -> tuple[VtabEvaluation, str]:
     """Score all networks, write the folder, and return the scores and the address of the page."""
-    if not request.models:
+    models, overrides = split_words(request.words)
+    if not models:
         raise ConfigError("--vtab: got no MODEL, expected one or more before it")
-    base = _base_run(request)
-    networks = open_networks(request.models)
+    base = _base_run(request.recipe, overrides)
+    networks = open_networks(models)
     tasks = open_tasks(request.tasks, request.train_split, request.split)
-    for network in networks:
-        for task in tasks:
-            _check(network, task, base)
+    _check(networks, tasks, base)
     names = "-".join(network.spec.name for network in networks)
     folder = request.out or storage.join(DEFAULT_FOLDER, f"{names}-vtab".replace("/", "-"))
     check_storage(folder)
     subsets = {task.name: write_subset(task, storage.join(folder, "datasets")) for task in tasks}
 
-    def cells(network: Network, setting: Setting, seed: int | None = None) -> list[_Cell]:
-        runs = [_run(base, network, subsets[task.name], setting, seed) for task in tasks]
-        return [
-            _Cell(network, task, subsets[task.name], setting, run, seed is not None)
-            for task, run in zip(tasks, runs, strict=True)
-        ]
+    def cell(network: Network, task: Task, setting: Setting, seed: int | None = None) -> _Cell:
+        run = _run(base, network, subsets[task.name], setting, seed)
+        return _Cell(network, task, subsets[task.name], setting, run, is_final=seed is not None)
 
-    sweep = [cell for network in networks for setting in SWEEP for cell in cells(network, setting)]
-    records = _records(request, folder, sweep)
+    sweep = [cell(network, task, setting) for network in networks for setting in SWEEP for task in tasks]
     development: dict[str, dict[Setting, dict[str, float]]] = {}
-    for cell, record in zip(sweep, records, strict=True):
-        by_setting = development.setdefault(cell.network.name, {}).setdefault(cell.setting, {})
-        by_setting[cell.task.name] = record["top1"]
+    for each, record in zip(sweep, _records(request, folder, sweep), strict=True):
+        by_setting = development.setdefault(each.network.name, {}).setdefault(each.setting, {})
+        by_setting[each.task.name] = record["top1"]
     best = {network.name: best_setting(development[network.name]) for network in networks}
-    final = [
-        cell
-        for network in networks
-        for seed in range(request.seeds)
-        for cell in cells(network, best[network.name], seed)
-    ]
-    pairs = list(zip(final, _records(request, folder, final), strict=True))
+    seeds = range(request.seeds)
+    final = [cell(each, task, best[each.name], seed) for each in networks for seed in seeds for task in tasks]
+    records: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for each, record in zip(final, _records(request, folder, final), strict=True):
+        records.setdefault((each.network.name, each.task.name), []).append(record)
     results = []
-    for network in networks:
-        own = {task.name: [record for cell, record in pairs if _is_of(cell, network, task)] for task in tasks}
-        scored = [_task_result(task, own[task.name]) for task in tasks]
-        results.append(NetworkResult(network.name, network.spec, best[network.name], development[network.name], scored))
+    for name, spec, _ in networks:
+        scored = [_task_result(task, records[name, task.name]) for task in tasks]
+        results.append(NetworkResult(name, spec, best[name], development[name], scored))
     shared = {key: value for key, value in base.dotted().items() if key.startswith(("model.", "optim.", "compute."))}
     evaluation = VtabEvaluation(results, request.seeds, shared, request.command)
     return evaluation, write_vtab(evaluation, folder)
 
 
-def _base_run(request: VtabRequest) -> Run:
+def _base_run(recipe: Path, overrides: Sequence[str]) -> Run:
     """Return the settings that all fine-tunings share."""
-    for path in parse_overrides(request.overrides):
+    for path in parse_overrides(overrides):
         taken = next((name for name in TAKEN if f"{path}.".startswith(f"{name}.")), None)
         if taken:
             raise ConfigError(
                 f"override {path}: the protocol sets {taken}; expected another setting, as in optim.batch=64"
             )
-    return load_run(request.recipe, request.overrides).replace(PROTOCOL)
+    return load_run(recipe, overrides).replace(PROTOCOL)
 
 
-def _check(network: Network, task: Task, base: Run) -> None:
+def _check(networks: Sequence[Network], tasks: Sequence[Task], base: Run) -> None:
     """Refuse a network that cannot be fine-tuned with these settings, before anything is written."""
     from vitray.weights.pretrained import open_initial_weights
 
@@ -182,19 +171,29 @@ def _check(network: Network, task: Task, base: Run) -> None:
         raise ConfigError(
             f"optim.batch: got {base.optim.batch}, expected at most the {TRAIN} training images of a task"
         )
-    run = base.replace({"task.weights": network.spec.url})
-    assert isinstance(run.task, Finetune)
-    open_initial_weights(run, run.task, task.train.classes)
+    for network in networks:
+        run = base.replace({"task.weights": network.spec.url})
+        assert isinstance(run.task, Finetune)
+        for task in tasks:
+            open_initial_weights(run, run.task, task.train.classes)
 
 
 def _run(base: Run, network: Network, subset: Dataset, setting: Setting, seed: int | None) -> Run:
     """Return a fine-tuning: of the sweep, or with a seed the final one."""
     is_final, steps = seed is not None, f"{setting.steps} steps"
-    changes = {"seed": seed or 0, "task.weights": network.spec.url, "data.url": storage.absolute(subset.url)}
-    changes |= {"data.train": BOTH_SPLIT, "data.val": None} if is_final else {"data.train": TRAIN_SPLIT}
-    changes |= {} if is_final else {"data.val": DEVELOPMENT_SPLIT}
-    changes |= {"optim.lr": setting.lr, "optim.duration": steps, "optim.warmup": f"{setting.warmup} steps"}
-    return base.replace(changes | {"evaluate.every": steps})
+    return base.replace(
+        {
+            "seed": seed or 0,
+            "task.weights": network.spec.url,
+            "data.url": storage.absolute(subset.url),
+            "data.train": BOTH_SPLIT if is_final else TRAIN_SPLIT,
+            "data.val": None if is_final else DEVELOPMENT_SPLIT,
+            "optim.lr": setting.lr,
+            "optim.duration": steps,
+            "optim.warmup": f"{setting.warmup} steps",
+            "evaluate.every": steps,
+        }
+    )
 
 
 # ---- the fine-tunings ------------------------------------------------------------------------------------------------
@@ -228,10 +227,6 @@ def _fine_tune(request: VtabRequest, folder: str, cell: _Cell) -> dict[str, Any]
     assert outputs.logits is not None
     hits = int((outputs.logits.argmax(1) == class_numbers(spec, test)[outputs.labels]).sum())
     return record | {"hits": hits, "images": len(outputs.labels), "left_out": len(outputs.left_out)}
-
-
-def _is_of(cell: _Cell, network: Network, task: Task) -> bool:
-    return cell.network.name == network.name and cell.task.name == task.name
 
 
 def _task_result(task: Task, records: Sequence[Mapping[str, Any]]) -> TaskResult:

@@ -8,10 +8,9 @@ import numpy as np
 
 from vitray.evaluation.charts import Line, interval_chart
 from vitray.evaluation.texts import aligned
+from vitray.evaluation.vtab.scores import TASKS, NetworkResult, TaskResult, VtabEvaluation, deviation
 from vitray.pages.files import csv_text, write_files
 from vitray.pages.rendering import Column, PageSection, Table, render_page
-from vitray.vtab.protocol import TASKS, Setting
-from vitray.vtab.results import NetworkResult, TaskResult, VtabEvaluation, deviation
 
 
 def write_vtab(evaluation: VtabEvaluation, folder: str) -> str:
@@ -56,7 +55,8 @@ def vtab_text(evaluation: VtabEvaluation) -> str:
         lines.append([f"mean of {group}", *(_group_text(result, group) for result in evaluation.results)])
     count = len(evaluation.results[0].tasks)
     lines.append([f"mean of {count} datasets", *(_mean_text(result) for result in evaluation.results)])
-    lines.append(["setting", *(_setting_text(result.setting) for result in evaluation.results)])
+    settings = [result.setting for result in evaluation.results]
+    lines.append(["setting", *(f"lr {each.lr:g}, {each.steps:,} steps" for each in settings)])
     return f"{aligned(lines)}\n{_caveat(evaluation)}"
 
 
@@ -69,7 +69,7 @@ def render(evaluation: VtabEvaluation) -> str:
         beside = {result.name: _mean_text(result) for result in evaluation.results}
     else:
         beside = {group: _group_text(best, group) for group in best.mean.groups}
-    seeds = _seeds(evaluation)
+    seeds = f"{evaluation.seeds} seeds" if evaluation.seeds > 1 else "1 seed"
     values = {
         "title": f"{', '.join(names)} by VTAB-1k",
         "eyebrow": "Evaluation by the protocol of VTAB-1k",
@@ -106,7 +106,7 @@ def _datasets(evaluation: VtabEvaluation) -> Mapping[str, Any]:
     names = [result.name for result in evaluation.results]
     caption = "The lines are 95 % intervals for the test images alone."
     return {
-        "chart": interval_chart("Top-1 of each dataset", lines, names, "%", caption).picture(),
+        "chart": interval_chart("Top-1 of each dataset", lines, names, "%", caption),
         "table": Table("Datasets", columns, rows),
         "left_out": f"{left_out:,}" if left_out else None,
     }
@@ -149,10 +149,6 @@ def _origin(evaluation: VtabEvaluation) -> Mapping[str, Any]:
 # ---- numbers as text -------------------------------------------------------------------------------------------------
 
 
-def _seeds(evaluation: VtabEvaluation) -> str:
-    return f"{evaluation.seeds} seeds" if evaluation.seeds > 1 else "1 seed"
-
-
 def _caveat(evaluation: VtabEvaluation) -> str:
     missing = evaluation.missing
     if not missing:
@@ -175,7 +171,3 @@ def _mean_text(result: NetworkResult) -> str:
 
 def _text(share: float, std: float | None) -> str:
     return f"{100 * share:.2f}" + ("" if std is None else f" ± {100 * std:.2f}")
-
-
-def _setting_text(setting: Setting) -> str:
-    return f"lr {setting.lr:g}, {setting.steps:,} steps"
