@@ -88,11 +88,9 @@ def gradient_rollout(vit: ViT, images_BCHW: Tensor, classes_B: Tensor | None = N
         raise ValueError("gradient-weighted maps explain a class, and the network has no head")
     if classes_B is None:
         with torch.no_grad():
-            chosen_B = vit(images_BCHW).argmax(dim=1)
-    else:
-        chosen_B = classes_B
+            classes_B = torch.argmax(vit(images_BCHW), dim=1)
     at_once = max(1, images_at_once(vit, images_BCHW) // (2 * blocks(vit)[0].branches))
-    chunks = zip(images_BCHW.split(at_once), chosen_B.split(at_once), strict=True)
+    chunks = zip(images_BCHW.split(at_once), classes_B.split(at_once), strict=True)
     return torch.cat([_gradient_of_chunk(vit, *chunk) for chunk in chunks])
 
 
