@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from networks import scrambled
 
 from pipelines.__main__ import main
+from pipelines.bench import FIGURE_13
 from vitray.bench.networks import model_of
-from vitray.bench.options import FIGURE_13
 from vitray.config import Model, Run, load_run
 from vitray.config.augmentation import Normalize
 from vitray.config.model_names import AXIAL_RESNETS

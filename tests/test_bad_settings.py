@@ -12,7 +12,6 @@ from image_sets import save_splits, shard_of
 
 from pipelines import bench, model, sweep, train, ui, weights
 from pipelines.__main__ import run_verb
-from vitray.bench.options import build_parser
 from vitray.config import Run, load_run
 from vitray.config.parsing import apply_changes, dump_yaml, parse_overrides
 from vitray.config.validation import sections_in
@@ -267,7 +266,7 @@ def count_options(parser, above=()):
 
 @pytest.mark.parametrize("value", ["0", "-1", "1e30", "nan", "inf", "", "x", "1.5.1", f"1{DIGITS[:40]}", f"1{DIGITS}"])
 def test_every_bad_number_of_bench_is_refused_where_it_is_parsed(capsys, value):
-    options = list(count_options(build_parser("")))
+    options = list(count_options(bench.build_parser()))
     assert len(options) > 20
     for benchmark, option in [*options, ("ui", "--port")]:
         verb, args = (ui, []) if benchmark == "ui" else (bench, [benchmark])

@@ -10,9 +10,9 @@ import torch
 from test_layers import ROOT
 
 from pipelines.__main__ import main
+from pipelines.bench import build_parser
 from vitray.bench.branches import GRAPHS, VARIANTS, elements, fused_elements
 from vitray.bench.networks import capture
-from vitray.bench.options import build_parser
 from vitray.bench.results import Results, draw_bars
 from vitray.bench.train import largest_fitting, recipe
 from vitray.config import load_run
@@ -114,7 +114,7 @@ def test_every_command_of_the_plan_is_parsed(size):
     outs = set()
     for each in measurements:
         if each.arguments[0] in ("bench", "measure_predict.py"):
-            parser = build_parser("") if each.arguments[0] == "bench" else measure_predict.build_parser()
+            parser = build_parser() if each.arguments[0] == "bench" else measure_predict.build_parser()
             outs.add(parser.parse_args(each.arguments[1:]).out)
     assert len(outs) == len(measurements) - 2  # none overwrites another's files; dataset and run have other verbs
     # More batches than most machines have CPUs, so that the start is a small part of the time.
@@ -125,7 +125,7 @@ def test_every_command_of_the_plan_is_parsed(size):
 def test_the_whole_run_has_the_network_and_the_batch_of_the_steps(size, tmp_path):
     (tmp_path / gpu_report.RECIPE).write_text(json.dumps(gpu_report.whole_run(size)))
     run = load_run(tmp_path / gpu_report.RECIPE)
-    options = build_parser("").parse_args(["train", "--batch", str(size.batch), *size.options])
+    options = build_parser().parse_args(["train", "--batch", str(size.batch), *size.options])
     step = recipe(size.stems[0], options.batch, options.image_size, options.dtype, False)
     assert run.model == step.model.model_copy(update={"num_classes": 10})
     assert run.task == step.task
@@ -157,7 +157,7 @@ def test_the_rounds_of_each_measurement_take_less_than_its_share():
     measurements = gpu_report.plan(FULL, "data", "out")
     unit, counted = 1440.0 / sum(each.weight for each in measurements), set()
     for each in measurements:
-        options = build_parser("").parse_args(each.arguments[1:]) if each.arguments[0] == "bench" else None
+        options = build_parser().parse_args(each.arguments[1:]) if each.arguments[0] == "bench" else None
         if not hasattr(options, "seconds"):
             continue
         networks = [1] if options.benchmark == "finetune" else options.models.split(",")

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import ray
@@ -33,11 +34,13 @@ from vitray.training.loop import all_reduce_max, take_step
 from vitray.training.resolved import ResolvedRun
 
 # Seconds for the workers to start, which import torch, and for a stream to give its first batch.
-START_SECONDS = 180.0
+START_SECONDS = 300.0
 # The part of a measurement that is not counted: caches fill, and clocks of GPUs rise.
 WARM_UP = 0.1
 # Several workers agree on the time about as often, as they take the same number of steps.
 MEET_SECONDS = 0.1
+# A wait of more than this part of a measurement: images come in bursts.
+LONG = 0.05
 # More than are taken in a measurement.
 MOST_STEPS = 100_000
 # Share of the time that workers wait for images, from which they, not the step, limit training.
@@ -135,14 +138,17 @@ class DataWorker:
         call()  # starts the tasks of a stream; compiles a step
         self._synchronize()
         start, marks, calls = time.perf_counter(), [Mark(0.0, 0, waited())], 1
+        long_waits: list[float] = []
         while calls:
             for _ in range(calls):
                 call()
             self._synchronize()
             marks.append(Mark(time.perf_counter() - start, marks[-1].steps + calls, waited()))
+            if (wait := marks[-1].waited - marks[-2].waited) > LONG * seconds:
+                long_waits.append(wait)
             each = (marks[-1].seconds - marks[-2].seconds) / calls
-            is_over = marks[-1].seconds >= seconds
-            calls = self._agreed(0 if is_over else max(1, min(2 * calls, int(every / max(each, 1e-6)))))
+            following = max(1, min(2 * calls, int(every / max(each, 1e-6))))
+            calls = self._agreed(0 if is_over(marks[-1].seconds, seconds, long_waits) else following)
         return marks
 
     def _synchronize(self) -> None:
@@ -150,14 +156,23 @@ class DataWorker:
             torch.cuda.synchronize(self.device)
 
 
-def rates(marks: Sequence[Mark], seconds: float) -> Measured:
-    """Return the speed and the wait between the last mark of the warm-up and the last one in time.
+def is_over(passed: float, seconds: float, long_waits: Sequence[float]) -> bool:
+    """Whether to end: in time, but not between two bursts, unless the second one does not come."""
+    return passed >= seconds and (len(long_waits) != 1 or passed >= seconds + 4 * long_waits[0])
 
-    Images may come in bursts: a mark at the end of one has all the time behind it that they took.
+
+def rates(marks: Sequence[Mark], seconds: float) -> Measured:
+    """Return the speed and the wait, without the warm-up.
+
+    A worker may get a thousand images at once, and a single one on CPUs still more, twice as many each time. Their
+    decoding lies before them, so bursts are counted from the end of one to the end of another.
     """
-    first = max(place for place, mark in enumerate(marks[:-1]) if mark.seconds <= max(0.0, WARM_UP * seconds))
-    in_time = [mark for mark in marks[first + 1 :] if mark.seconds <= seconds]
-    begin, end = marks[first], in_time[-1] if in_time else marks[first + 1]
+    ends = [mark for mark, after in pairwise(marks) if after.waited - mark.waited > LONG * seconds]
+    if len(ends) > 1:
+        begin, end = ends[0], ends[-1]
+    else:
+        begin = [mark for mark in marks[:-1] if mark.seconds <= WARM_UP * seconds][-1]
+        end = marks[-1]
     taken = end.seconds - begin.seconds
     return Measured((end.steps - begin.steps) / taken, min(1.0, (end.waited - begin.waited) / taken))
 
@@ -192,7 +207,7 @@ def check_data(
 
     def together(method: str, *arguments: Any) -> list[Any]:
         pending = [getattr(each, method).remote(*arguments) for each in actors]
-        return _results(pending, START_SECONDS + 3 * seconds / rounds)
+        return _results(pending, START_SECONDS + 10 * seconds / rounds)
 
     def measured(part: Part, _round: int) -> Measured:
         speeds, waits = zip(*together("measure", part, seconds / rounds), strict=True)
@@ -231,7 +246,8 @@ def _results(pending: list[Any], seconds: float) -> list[Any]:
 def verdict(run: Run, measured: dict[str, Any], gpu_hour: float | None, cpu_hour: float | None) -> dict[str, Any]:
     """Return the measurements with the bottleneck, what to change, and the cost of a million images."""
     stream, step, both = (measured[f"{part}_images_per_second"] for part in ("stream", "step", "both"))
-    bottleneck = "images" if measured["wait_share"] >= LARGE_WAIT else "step"
+    # Images that were decoded during the start may last for all of a short measurement.
+    bottleneck = "images" if measured["wait_share"] >= LARGE_WAIT or stream < step else "step"
     advice, data, compute = [], run.data, run.compute
     if both < SLOWED * min(stream, step):
         share = f"{both / min(stream, step):.0%} of the slower one alone"
