@@ -87,11 +87,16 @@ def gradient_rollout(vit: ViT, images_BCHW: Tensor, classes_B: Tensor | None = N
     if vit.model.num_classes is None:
         raise ValueError("gradient-weighted maps explain a class, and the network has no head")
     if classes_B is None:
-        with torch.no_grad():
-            classes_B = torch.argmax(vit(images_BCHW), dim=1)
+        classes_B = predicted(vit, images_BCHW)
     at_once = max(1, images_at_once(vit, images_BCHW) // (2 * blocks(vit)[0].branches))
     chunks = zip(images_BCHW.split(at_once), classes_B.split(at_once), strict=True)
     return torch.cat([_gradient_of_chunk(vit, *chunk) for chunk in chunks])
+
+
+@torch.no_grad()
+def predicted(vit: ViT, images_BCHW: Tensor) -> Tensor:
+    """Return the class with the largest logit of each image, B."""
+    return vit(images_BCHW).argmax(dim=1)
 
 
 def _gradient_of_chunk(vit: ViT, images_BCHW: Tensor, classes_B: Tensor) -> Tensor:
