@@ -277,7 +277,8 @@ def verdict(run: Run, measured: dict[str, Any], gpu_hour: float | None, cpu_hour
 
 def verdict_text(result: dict[str, Any]) -> str:
     """Return a verdict as text."""
-    where = f"{result['workers']} workers, {result['decoding_cpus']:g} of {result['cpus']:g} CPUs to decode"
+    workers = "one worker" if result["workers"] == 1 else f"{result['workers']} workers"
+    where = f"{workers}, {result['decoding_cpus']:g} of {result['cpus']:g} CPUs to decode"
     lines = [f"{result['circumstances']}", f"{where}; {result['rounds']} interleaved rounds, median ± half the IQR\n"]
     for part, name in {"stream": "stream alone", "step": "step alone", "both": "both"}.items():
         speed, spread = (result[f"{part}_images_per_second{end}"] for end in ("", "_spread"))
