@@ -33,13 +33,13 @@ from vitray.data.augment.ops_tensor import apply_draws
 from vitray.data.shards import checking
 from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
 from vitray.data.shares import PAIR
-from vitray.data.stream import decoding, epoch_order
-from vitray.data.stream import stream as stream_module
+from vitray.data.stream import decoding, epoch_order, ray_reader
 from vitray.data.stream.batches import HostBatch, Share, StreamSpec
 from vitray.data.stream.cache import decoded_split, forget_decoded
 from vitray.data.stream.decoding import decode_positions, locate_rows, read_rows
 from vitray.data.stream.epoch_order import DEAL, LANES, REGION, Cut, EpochOrder, positions_of, ranks_of
 from vitray.data.stream.preview import sample_sheet
+from vitray.data.stream.ray_reader import RayReader
 from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError
 from vitray.system import storage
@@ -332,7 +332,7 @@ def test_neighbors_in_an_epoch_come_from_distant_rows():
 
 
 def test_the_modules_of_the_coordinator_load_no_torch():
-    code = "import sys, vitray.data.stream.stream; print({'torch', 'torchvision', 'mlflow'} & {*sys.modules})"
+    code = "import sys, vitray.data.stream.ray_reader; print({'torch', 'torchvision', 'mlflow'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -459,8 +459,8 @@ def test_an_evaluation_leaves_out_corrupt_images(tmp_path, monkeypatch):
     spec = StreamSpec("train", 32, (16, 16), CenterCrop(), max_corrupt=0.01)
     stream = Stream(broken(tmp_path), spec)
     [images] = decode_positions([np.arange(300)], stream.rows, stream.order(None), stream.view(0))
-    monkeypatch.setattr(stream_module, "_started", lambda _: iter([images | {"epoch": np.array(0)}]))
-    monkeypatch.setattr(stream, "_evaluation", [None])
+    monkeypatch.setattr(ray_reader, "_started", lambda _: iter([images | {"epoch": np.array(0)}]))
+    monkeypatch.setattr(stream._reader, "_evaluation", [None])
     batches = list(stream.evaluate(Share(0, 1)))
     assert {len(batch.images) for batch in batches} == {32}
     rows = np.concatenate([batch.rows for batch in batches]).tolist()
@@ -543,16 +543,16 @@ def test_only_decoding_processes_load_torch(dataset, ray_cluster):
 @pytest.mark.ray
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_change_of_executions_changes_nothing(dataset, one_worker, monkeypatch, ahead):
-    monkeypatch.setattr(stream_module, "PIECES_AT_ONCE", 1)  # of 1,024 images: 21 steps
-    monkeypatch.setattr(stream_module, "PIECES_AHEAD", ahead)
+    monkeypatch.setattr(ray_reader, "PIECES_AT_ONCE", 1)  # of 1,024 images: 21 steps
+    monkeypatch.setattr(ray_reader, "PIECES_AHEAD", ahead)
     assert images_of_epoch(train_stream(dataset), 2) == one_worker
 
 
 @pytest.mark.ray
 def test_a_closed_stream_broadcasts_no_more(dataset, ray_cluster, monkeypatch):
     """After a rewind, the next stream would receive the broadcasts of the closed one."""
-    monkeypatch.setattr(stream_module, "PIECES_AT_ONCE", 1)
-    monkeypatch.setattr(stream_module, "PIECES_AHEAD", 1)  # the next execution starts with the first step
+    monkeypatch.setattr(ray_reader, "PIECES_AT_ONCE", 1)
+    monkeypatch.setattr(ray_reader, "PIECES_AHEAD", 1)  # the next execution starts with the first step
     broadcast, ended = ThreadBroadcast(2), []
 
     def broadcast_and_count(value):
@@ -575,11 +575,11 @@ STEP_BYTES = 48 * 16 * 16 * 3
 
 @pytest.mark.parametrize(("memory", "most"), [(3 * STEP_BYTES * 9, 9), (3 * STEP_BYTES - 1, 0), (10**9, 9042)])
 def test_executions_in_bulk_double_while_memory_holds_three_and_shrink_at_the_end(dataset, memory, most):
-    stream = train_stream(dataset, in_bulk=True, memory=memory)
-    cut = stream._cut(1, 1)
-    assert stream._bulk(cut) == most
-    assert stream._bulk(stream._cut(2, 1)) == train_stream(dataset, memory=memory)._bulk(cut) == 0
-    executions, ahead = stream._execution_ranges(range(5, 400), cut)
+    reader = RayReader(train_stream(dataset, in_bulk=True, memory=memory))
+    cut = reader._cut(1, 1)
+    assert reader._bulk(cut) == most
+    assert reader._bulk(reader._cut(2, 1)) == RayReader(train_stream(dataset, memory=memory))._bulk(cut) == 0
+    executions, ahead = reader._execution_ranges(range(5, 400), cut)
     assert [step for steps in executions for step in steps] == list(range(5, 400))
     if most:
         least = len(executions[0])
