@@ -4,8 +4,7 @@ Some steps at a time form a window. Its images are dealt to the processes by lan
 reads few row groups, which it remembers. They talk through pipes, and end with this process, however it ends.
 """
 
-import os
-import pickle
+import signal
 import subprocess
 import sys
 from collections import OrderedDict, deque
@@ -14,7 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -30,10 +31,8 @@ from vitray.data.stream.decoding import (
     read_rows,
 )
 from vitray.data.stream.epoch_order import LANES, EpochOrder, lanes_of, positions_of
+from vitray.data.stream.stream import Stream
 from vitray.errors import RunError
-
-if TYPE_CHECKING:
-    from vitray.data.stream.stream import Stream
 
 # Images of a window: about a tenth of a second of decoding, long beside a message and short beside a first batch.
 WINDOW = 256
@@ -97,25 +96,20 @@ class Decoder:
         return found
 
 
-def serve() -> None:
-    """Answer requests on standard input until it ends, as it does with the process that has started this one."""
-    import signal
-
-    # A stop is the other process's to handle: it may still need images.
+def serve(connection: Connection) -> None:
+    """Answer requests until the process that has started this one closes the connection, or ends."""
+    # A stop is that process's to handle: it may still need images.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a library that prints must not break the replies
     decoder = Decoder()
-    with suppress(EOFError, BrokenPipeError):
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            request = pickle.load(requests)
+            request = connection.recv()
             try:
                 reply: Any = decoder.decode(*request)
             except Exception as error:
                 reply = error
-            pickle.dump(reply, replies, pickle.HIGHEST_PROTOCOL)
-            replies.flush()
+            connection.send(reply)
 
 
 # ---- in the process that trains --------------------------------------------------------------------------------------
@@ -125,10 +119,13 @@ class DecodeProcesses:
     """Processes that decode for the streams of one worker; they start at once, and load torch meanwhile."""
 
     def __init__(self, number: int) -> None:
-        command = [sys.executable, "-c", "from vitray.data.stream.local_reader import serve; serve()"]
-        self._processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(number)
-        ]
+        self._processes, self._connections = [], []
+        for _ in range(number):
+            own, other = Pipe()
+            code = f"from vitray.data.stream import local_reader as it; it.serve(it.Connection({other.fileno()}))"
+            with other:
+                self._processes.append(subprocess.Popen([sys.executable, "-c", code], pass_fds=[other.fileno()]))
+            self._connections.append(own)
         # One thread waits for each process; requests of several streams take turns.
         self._askers = [ThreadPoolExecutor(1, thread_name_prefix="decode") for _ in self._processes]
         self._numbers, self._known = count(), [set[int]() for _ in self._processes]
@@ -142,9 +139,9 @@ class DecodeProcesses:
     def __exit__(self, *_: object) -> None:
         for asker in self._askers:
             asker.shutdown(cancel_futures=True)
-        for process in self._processes:
-            with suppress(BrokenPipeError):
-                process.__exit__(None, None, None)  # closes the pipes, which ends it, and waits
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            connection.close()  # which ends it
+            process.wait()
 
     def new_stream(self) -> int:
         """Return a number for a stream."""
@@ -155,16 +152,12 @@ class DecodeProcesses:
         return self._askers[place].submit(self._ask, place, number, source, epoch, positions)
 
     def _ask(self, place: int, number: int, source: Source, epoch: int, positions: np.ndarray) -> Images:
-        process, known = self._processes[place], self._known[place]
-        assert process.stdin is not None
-        assert process.stdout is not None
+        connection, known = self._connections[place], self._known[place]
         try:
-            request = number, None if number in known else source, epoch, positions
-            pickle.dump(request, process.stdin, pickle.HIGHEST_PROTOCOL)
-            process.stdin.flush()
-            reply = pickle.load(process.stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            status = process.wait()
+            connection.send((number, None if number in known else source, epoch, positions))
+            reply = connection.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            status = self._processes[place].wait()
             raise RunError(f"a process that decodes images ended with status {status}; see the lines above") from None
         known.add(number)
         if isinstance(reply, Exception):
@@ -175,7 +168,7 @@ class DecodeProcesses:
 class LocalReader:
     """One stream read by processes of this machine; `stream.Reader` says what its methods do."""
 
-    def __init__(self, stream: "Stream", processes: DecodeProcesses) -> None:
+    def __init__(self, stream: Stream, processes: DecodeProcesses) -> None:
         self._stream, self._processes = stream, processes
 
     def train(self, steps: range, share: Share) -> Generator[Images, None, None]:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray
@@ -22,9 +22,7 @@ from vitray.data.stream.batches import Share
 from vitray.data.stream.cache import decoded_split
 from vitray.data.stream.decoding import Images, decode_positions, empty_images, joined
 from vitray.data.stream.epoch_order import Cut, Piece, positions_of
-
-if TYPE_CHECKING:
-    from vitray.data.stream.stream import Stream
+from vitray.data.stream.stream import Stream
 
 # Ray Data's log lines that DataContext cannot turn off.
 QUIET_LOGGERS = {
@@ -53,7 +51,7 @@ BLOCKS_AHEAD = 2
 class RayReader:
     """One stream read by Ray Data; `stream.Reader` says what its methods do."""
 
-    def __init__(self, stream: "Stream") -> None:
+    def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._evaluation: list[DataIterator] = []
         # On the first worker. Dropping the last reference ends an execution, and the previous one may still be read.

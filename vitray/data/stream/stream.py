@@ -31,10 +31,8 @@ class Reader(Protocol):
 class Stream:
     """One split of a dataset as batches."""
 
-    def __init__(
-        self, dataset: Dataset, spec: StreamSpec, open_reader: "Callable[[Stream], Reader] | None" = None
-    ) -> None:
-        """Ray Data reads the images unless `open_reader` returns another reader."""
+    def __init__(self, dataset: Dataset, spec: StreamSpec, open_reader: "Callable[[Stream], Reader]") -> None:
+        """`open_reader` is RayReader, or returns a LocalReader."""
         self.dataset, self.spec, self.rows = dataset, spec, locate_rows(dataset, spec.split)
         self.corrupt: dict[str, int] = {}
         """{shard:row of a corrupt image: number of times that this worker replaced it, 0 of those of other workers}."""
@@ -44,10 +42,6 @@ class Stream:
             self._used = None, groups
         else:
             self._used = np.flatnonzero(mask), np.add.reduceat(mask.astype(np.int64), self.rows.starts[:-1])
-        if open_reader is None:
-            from vitray.data.stream.ray_reader import RayReader  # imports Ray
-
-            open_reader = RayReader
         self._reader: Reader = open_reader(self)
 
     @property
