@@ -5,7 +5,7 @@ import numpy as np
 from vitray.data.shards.options import ShardSettings
 from vitray.data.shards.writing import GROUP_BYTES
 from vitray.data.stream.epoch_order import Cut, EpochOrder
-from vitray.data.stream.stream import PIECES_AT_ONCE
+from vitray.data.stream.ray_reader import PIECES_AT_ONCE
 
 # ImageNet, and a cluster of 8 nodes with 8 GPUs.
 IMAGES, IMAGE_BYTES, PIXELS = 1_281_167, 110_000, 224

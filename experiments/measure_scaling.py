@@ -31,6 +31,7 @@ from vitray.data.augment.keyed_random import generator
 from vitray.data.shards import open_dataset
 from vitray.data.stream import decoding
 from vitray.data.stream.batches import Share, StreamSpec
+from vitray.data.stream.ray_reader import RayReader
 from vitray.data.stream.stream import Stream
 from vitray.system.storage import scratch_folder
 from vitray.system.timing import Spread, circumstances, in_rounds, progress, ratio_of, spread_of
@@ -215,7 +216,8 @@ def stream(options: argparse.Namespace, seed: int, consumers: int) -> list[Itera
     spec = StreamSpec("train", options.batch, (options.image_size, options.image_size), CROP, seed=seed)
     broadcast = ThreadBroadcast(consumers)
     dataset, steps = open_dataset(options.dataset), options.images // options.batch
-    streams = [Stream(dataset, spec).train(0, steps, Share(rank, consumers, broadcast)) for rank in range(consumers)]
+    shares = [Share(rank, consumers, broadcast) for rank in range(consumers)]
+    streams = [Stream(dataset, spec, RayReader).train(0, steps, share) for share in shares]
     return [(len(batch.images) for batch in batches) for batches in streams]
 
 

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from ray.exceptions import OutOfMemoryError
 
 from vitray.cluster import doctor, jobs, session
-from vitray.data.stream import stream
+from vitray.data.stream import ray_reader
 from vitray.errors import ConfigError
 from vitray.pages import plotting
 from vitray.runs import failures
@@ -59,7 +59,7 @@ RECORDS = {
     "ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client": ("warning", "resource request"),
     "ray.tune.tune": ("error", "Trials did not complete"),
 }
-QUIET_LOGGERS = stream.QUIET_LOGGERS | jobs.QUIET_LOGGERS | failures.QUIET_LOGGERS | tuning.QUIET_LOGGERS
+QUIET_LOGGERS = ray_reader.QUIET_LOGGERS | jobs.QUIET_LOGGERS | failures.QUIET_LOGGERS | tuning.QUIET_LOGGERS
 # {file of a platform: the environment variables that it reads, and that vitray, its deployment or its tests set}
 VARIABLES = {
     "ray/_common/usage/usage_constants.py": {"RAY_USAGE_STATS_ENABLED"},

@@ -33,13 +33,13 @@ from vitray.data.augment.ops_tensor import apply_draws
 from vitray.data.shards import checking
 from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
 from vitray.data.shares import PAIR
-from vitray.data.stream import decoding, epoch_order
-from vitray.data.stream import stream as stream_module
+from vitray.data.stream import decoding, epoch_order, ray_reader
 from vitray.data.stream.batches import HostBatch, Share, StreamSpec
 from vitray.data.stream.cache import decoded_split, forget_decoded
 from vitray.data.stream.decoding import decode_positions, locate_rows, read_rows
 from vitray.data.stream.epoch_order import DEAL, LANES, REGION, Cut, EpochOrder, positions_of, ranks_of
 from vitray.data.stream.preview import sample_sheet
+from vitray.data.stream.ray_reader import RayReader
 from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError
 from vitray.system import storage
@@ -332,7 +332,7 @@ def test_neighbors_in_an_epoch_come_from_distant_rows():
 
 
 def test_the_modules_of_the_coordinator_load_no_torch():
-    code = "import sys, vitray.data.stream.stream; print({'torch', 'torchvision', 'mlflow'} & {*sys.modules})"
+    code = "import sys, vitray.data.stream.ray_reader; print({'torch', 'torchvision', 'mlflow'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -379,14 +379,14 @@ def dataset(tmp_path_factory) -> Dataset:
 
 
 def train_stream(dataset, **kind) -> Stream:
-    return Stream(
-        dataset, StreamSpec("train", **({"batch": 48, "size": (16, 16), "crop": Augment(), "seed": 3} | kind))
-    )
+    spec = StreamSpec("train", **({"batch": 48, "size": (16, 16), "crop": Augment(), "seed": 3} | kind))
+    return Stream(dataset, spec, RayReader)
 
 
 def on_workers(stream: Stream, workers: int, batches) -> list[list[HostBatch]]:
     """Return the batches of each worker; workers are concurrent threads, each with its own stream."""
-    broadcast, streams = ThreadBroadcast(workers), [Stream(stream.dataset, stream.spec) for _ in range(workers)]
+    broadcast = ThreadBroadcast(workers)
+    streams = [Stream(stream.dataset, stream.spec, RayReader) for _ in range(workers)]
 
     def work(rank: int) -> list[HostBatch]:
         return list(batches(streams[rank], Share(rank, workers, broadcast)))
@@ -457,10 +457,10 @@ def test_the_limit_of_corrupt_images_counts_those_of_all_workers(tmp_path):
 
 def test_an_evaluation_leaves_out_corrupt_images(tmp_path, monkeypatch):
     spec = StreamSpec("train", 32, (16, 16), CenterCrop(), max_corrupt=0.01)
-    stream = Stream(broken(tmp_path), spec)
+    stream = Stream(broken(tmp_path), spec, RayReader)
     [images] = decode_positions([np.arange(300)], stream.rows, stream.order(None), stream.view(0))
-    monkeypatch.setattr(stream_module, "_started", lambda _: iter([images | {"epoch": np.array(0)}]))
-    monkeypatch.setattr(stream, "_evaluation", [None])
+    monkeypatch.setattr(ray_reader, "_started", lambda _: iter([images | {"epoch": np.array(0)}]))
+    monkeypatch.setattr(stream._reader, "_evaluation", [None])
     batches = list(stream.evaluate(Share(0, 1)))
     assert {len(batch.images) for batch in batches} == {32}
     rows = np.concatenate([batch.rows for batch in batches]).tolist()
@@ -543,16 +543,16 @@ def test_only_decoding_processes_load_torch(dataset, ray_cluster):
 @pytest.mark.ray
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_change_of_executions_changes_nothing(dataset, one_worker, monkeypatch, ahead):
-    monkeypatch.setattr(stream_module, "PIECES_AT_ONCE", 1)  # of 1,024 images: 21 steps
-    monkeypatch.setattr(stream_module, "PIECES_AHEAD", ahead)
+    monkeypatch.setattr(ray_reader, "PIECES_AT_ONCE", 1)  # of 1,024 images: 21 steps
+    monkeypatch.setattr(ray_reader, "PIECES_AHEAD", ahead)
     assert images_of_epoch(train_stream(dataset), 2) == one_worker
 
 
 @pytest.mark.ray
 def test_a_closed_stream_broadcasts_no_more(dataset, ray_cluster, monkeypatch):
     """After a rewind, the next stream would receive the broadcasts of the closed one."""
-    monkeypatch.setattr(stream_module, "PIECES_AT_ONCE", 1)
-    monkeypatch.setattr(stream_module, "PIECES_AHEAD", 1)  # the next execution starts with the first step
+    monkeypatch.setattr(ray_reader, "PIECES_AT_ONCE", 1)
+    monkeypatch.setattr(ray_reader, "PIECES_AHEAD", 1)  # the next execution starts with the first step
     broadcast, ended = ThreadBroadcast(2), []
 
     def broadcast_and_count(value):
@@ -575,11 +575,11 @@ STEP_BYTES = 48 * 16 * 16 * 3
 
 @pytest.mark.parametrize(("memory", "most"), [(3 * STEP_BYTES * 9, 9), (3 * STEP_BYTES - 1, 0), (10**9, 9042)])
 def test_executions_in_bulk_double_while_memory_holds_three_and_shrink_at_the_end(dataset, memory, most):
-    stream = train_stream(dataset, in_bulk=True, memory=memory)
-    cut = stream._cut(1, 1)
-    assert stream._bulk(cut) == most
-    assert stream._bulk(stream._cut(2, 1)) == train_stream(dataset, memory=memory)._bulk(cut) == 0
-    executions, ahead = stream._execution_ranges(range(5, 400), cut)
+    reader = RayReader(train_stream(dataset, in_bulk=True, memory=memory))
+    cut = reader._cut(1, 1)
+    assert reader._bulk(cut) == most
+    assert reader._bulk(reader._cut(2, 1)) == RayReader(train_stream(dataset, memory=memory))._bulk(cut) == 0
+    executions, ahead = reader._execution_ranges(range(5, 400), cut)
     assert [step for steps in executions for step in steps] == list(range(5, 400))
     if most:
         least = len(executions[0])
@@ -652,7 +652,7 @@ def test_repeated_copies_differ_and_spread_over_workers(dataset, ray_cluster):
 @pytest.mark.ray
 @pytest.mark.parametrize("workers", [1, 2, 4, 3])
 def test_an_evaluation_streams_every_image_exactly_once(dataset, ray_cluster, workers):
-    stream = Stream(dataset, StreamSpec("train", batch=128, size=(16, 16), crop=CenterCrop()))
+    stream = Stream(dataset, StreamSpec("train", batch=128, size=(16, 16), crop=CenterCrop()), RayReader)
     rows, steps = [], set()
     for rank, batches in enumerate(on_workers(stream, workers, Stream.evaluate)):
         steps.add(len(batches))
@@ -680,7 +680,7 @@ def test_masked_rows_are_neither_trained_on_nor_evaluated(dataset, ray_cluster):
 @pytest.mark.ray
 def test_a_worker_without_a_real_image_still_takes_its_steps(tmp_path, ray_cluster):
     dataset = write(tmp_path / "few", [jpeg(index) for index in range(5)])
-    stream = Stream(dataset, StreamSpec("train", batch=8, size=(16, 16), crop=CenterCrop()))
+    stream = Stream(dataset, StreamSpec("train", batch=8, size=(16, 16), crop=CenterCrop()), RayReader)
     batches = on_workers(stream, 4, Stream.evaluate)
     assert [[len(batch.rows) for batch in own] for own in batches] == [[2], [2], [1], [0]]
     assert {len(batch.images) for own in batches for batch in own} == {2}
@@ -738,7 +738,7 @@ def test_a_decoded_split_changes_no_pixel_and_is_decoded_once(tmp_path, ray_clus
     kind = {"batch": 20, "max_corrupt": 0.01}
     plain = train_stream(small, **kind)
     evaluation = {"batch": 64, "size": (16, 16), "crop": CenterCrop(), "max_corrupt": 0.01}
-    evaluated = list(Stream(small, StreamSpec("train", **evaluation)).evaluate(Share(0, 1)))
+    evaluated = list(Stream(small, StreamSpec("train", **evaluation), RayReader).evaluate(Share(0, 1)))
     expected = images_of_epoch(plain, 1), images_of_epoch(plain, 1, epoch=1)
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: decoded_split(small, "train"), range(4)))
@@ -748,7 +748,7 @@ def test_a_decoded_split_changes_no_pixel_and_is_decoded_once(tmp_path, ray_clus
     cached = train_stream(small, cache="decoded", **kind)
     try:
         assert (images_of_epoch(cached, 2), images_of_epoch(cached, 3, epoch=1)) == expected
-        cached_evaluation = Stream(small, StreamSpec("train", cache="decoded", **evaluation))
+        cached_evaluation = Stream(small, StreamSpec("train", cache="decoded", **evaluation), RayReader)
         for one, other in zip(cached_evaluation.evaluate(Share(0, 1)), evaluated, strict=True):
             assert all(np.array_equal(*pair) for pair in zip(one, other, strict=True))
         assert cached.corrupt.keys() == plain.corrupt.keys()
@@ -937,7 +937,7 @@ def test_a_task_permutes_the_row_groups_once_and_draws_each_region_once(dataset,
 
 def test_a_missing_split_names_the_nearest(dataset):
     with pytest.raises(ConfigError, match=r"no split 'trian', expected one of train; did you mean train"):
-        Stream(dataset, StreamSpec("trian", batch=8, size=(16, 16), crop=CenterCrop()))
+        Stream(dataset, StreamSpec("trian", batch=8, size=(16, 16), crop=CenterCrop()), RayReader)
 
 
 settings.register_profile("plan", deadline=None, max_examples=60)

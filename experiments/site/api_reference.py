@@ -20,6 +20,7 @@ MODULES = {
     "vitray.weights.family": ("Family", "Member"),
     "vitray.data.shards": ("Dataset", "ShardRequest", "ShardSettings", "open_dataset", "read_request", "write_dataset"),
     "vitray.data.stream": ("HostBatch", "Share", "Stream", "StreamSpec"),
+    "vitray.data.stream.ray_reader": ("RayReader",),
     "vitray.config.augmentation": ("Augment",),
     "vitray.cluster.session": ("ray_session",),
     "vitray.runs.run_dir": ("Outcome",),

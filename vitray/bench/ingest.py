@@ -34,6 +34,7 @@ from vitray.data.shards import open_dataset
 from vitray.data.stream.batches import Share, StreamSpec
 from vitray.data.stream.decoding import Images, SplitRows, ViewSettings, decode_positions, read_rows
 from vitray.data.stream.epoch_order import EpochOrder
+from vitray.data.stream.ray_reader import RayReader
 from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError
 from vitray.system.timing import circumstances, in_rounds, ratio_of, spread_of
@@ -94,7 +95,8 @@ def measure_ingest(
     options |= {"num_cpus": workers, "_system_config": {"worker_niceness": 0}}
     options |= {"object_store_memory": object_store and object_store * 10**6}
     with nullcontext() if augment or ray.is_initialized() else ray.init("local", **options):
-        stream = Stream(open_dataset(dataset), StreamSpec("train", batch, (image_size, image_size), CROP))
+        spec = StreamSpec("train", batch, (image_size, image_size), CROP)
+        stream = Stream(open_dataset(dataset), spec, RayReader)
         wanted = images or stream.images
         images = min(stream.images, wanted) // batch * batch
         if not images:
@@ -162,7 +164,7 @@ def _places(policy: str, stream: Stream, images: int) -> dict[str, Pipeline]:
     sending = Augment.model_validate(augment.model_dump() | {"on": "device"})
     scaled = Augment(crop=CROP.crop, decode="scaled")
     in_tasks, on_device, fewer_pixels = (
-        Stream(stream.dataset, stream.spec._replace(crop=crop)) for crop in (augment, sending, scaled)
+        Stream(stream.dataset, stream.spec._replace(crop=crop), RayReader) for crop in (augment, sending, scaled)
     )
     crops = [(block["image"], read_draws(block, sending)) for block in blocks_of(on_device, 0, images)]
 

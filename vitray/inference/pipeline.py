@@ -18,7 +18,7 @@ import ray.data
 from ray.data import ActorPoolStrategy
 from ray.exceptions import RayError
 
-import vitray.data.stream.stream  # quiets the log of Ray Data  # noqa: F401
+import vitray.data.stream.ray_reader  # quiets the log of Ray Data  # noqa: F401
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.inference.listing import SCHEMA
 from vitray.inference.parts import load_networks, predict_batch, write_part

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import vitray.runs.failures  # noqa: F401 (its filter of Ray Train's tracebacks, in the process of the worker)
 from vitray.data.stream.batches import StreamSpec
+from vitray.data.stream.ray_reader import RayReader
 from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError, OwnershipLost
 from vitray.metrics.scores import Score
@@ -72,7 +73,7 @@ class RayStart(NamedTuple):
         return None if reference is None else ray.get(reference)
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        return Stream(self.resolved.dataset, spec._replace(cpus=self.data_cpus))
+        return Stream(self.resolved.dataset, spec._replace(cpus=self.data_cpus), RayReader)
 
 
 def worker(config: dict[str, RayStart]) -> WorkerResult:

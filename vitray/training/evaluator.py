@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from vitray.config import Run
 from vitray.data.stream.batches import Share
 from vitray.data.stream.prefetch import Prefetcher
+from vitray.data.stream.stream import Stream
 from vitray.metrics.scores import EvaluationSet, Score, broadcast_buffers, evaluate, evaluate_loss
 from vitray.models.probabilities import probability_of
 from vitray.models.tokenizer import VisualTokenizer
@@ -22,9 +23,6 @@ from vitray.training.learner import Learner
 from vitray.training.messages import Evaluation, ExamplePictures, Note, Pictures
 from vitray.training.resolved import ResolvedRun
 from vitray.training.state import TrainState
-
-if TYPE_CHECKING:
-    from vitray.data.stream.stream import Stream
 
 
 class Evaluator:
@@ -106,7 +104,7 @@ class Evaluator:
 
 def score_networks(
     resolved: ResolvedRun,
-    val: "Stream",
+    val: Stream,
     tokenizer: VisualTokenizer | None,
     networks: Sequence[Mapping[str, Tensor]],
     device: torch.device,
@@ -123,7 +121,7 @@ def score_networks(
 class Scorer:
     """Scores a task on the val split, together with all workers of `share`."""
 
-    def __init__(self, resolved: ResolvedRun, val: "Stream", task: Task, share: Share, device: torch.device) -> None:
+    def __init__(self, resolved: ResolvedRun, val: Stream, task: Task, share: Share, device: torch.device) -> None:
         self._run, self._val, self._task, self._share, self._device = resolved.run, val, task, share, device
         has_pictures = self._run.classification and share.rank == 0 and self._run.evaluate.examples
         self._examples = ExampleImages(resolved, device) if has_pictures else None

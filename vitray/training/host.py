@@ -1,17 +1,15 @@
 """The platform that the training loop runs on, as the loop sees it. Ray Train is one: runs/ray_host.py."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vitray.data.stream.batches import StreamSpec
+from vitray.data.stream.stream import Stream
 from vitray.training.messages import Activity, Message
-
-if TYPE_CHECKING:
-    from vitray.data.stream.stream import Stream
 
 
 class Notice(NamedTuple):
@@ -46,7 +44,7 @@ class Host(Protocol):
         """Return weights of a new run, or the tokenizer or teacher of its task; None without them."""
         ...
 
-    def open_stream(self, spec: StreamSpec) -> "Stream":
+    def open_stream(self, spec: StreamSpec) -> Stream:
         """Return images of the run's dataset."""
         ...
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from vitray.data.augment.mixing import BatchRows, BatchSettings, DeviceBatch, no
 from vitray.data.stream.batches import Share
 from vitray.data.stream.decoding import read_rows
 from vitray.data.stream.prefetch import Prefetcher
+from vitray.data.stream.stream import Stream
 from vitray.metrics.scores import gather_names
 from vitray.models.stems import use_patch
 from vitray.training import checkpoints
@@ -37,9 +38,6 @@ from vitray.training.profiling import measure_costs
 from vitray.training.resolved import ResolvedRun
 from vitray.training.schedule import CheckTimer, Length, Triggers, learning_rate, micro_batches, num_passes
 from vitray.training.state import TrainState
-
-if TYPE_CHECKING:
-    from vitray.data.stream.stream import Stream
 
 # Seconds between two collectives of the workers while rank 0 waits at the end of a run.
 MEET_SECONDS = 5.0
@@ -89,7 +87,7 @@ class Worker(NamedTuple):
     host: Host
     share: Share
     learner: Learner
-    train: "Stream"
+    train: Stream
     evaluator: Evaluator | None
     prober: Prober
     triggers: Triggers

@@ -136,18 +136,24 @@ def locate_rows(dataset: Dataset, split: str) -> SplitRows:
 
 
 def decode_positions(
-    parts: list[np.ndarray], rows: SplitRows, order: EpochOrder, view: ViewSettings
+    parts: list[np.ndarray],
+    rows: SplitRows,
+    order: EpochOrder,
+    view: ViewSettings,
+    fetch: "Callable[[np.ndarray, SplitRows], StoredRows] | None" = None,
 ) -> Iterator[Images]:
     """Yield the decoded images of each part, which is a list of positions, in order; read row groups once for all.
 
     The next image of the order replaces one that cannot be decoded; `corrupt` is then the row of the latter, else -1.
+    `fetch` returns rows of the split in place of reading them.
     """
     import torch
 
     torch.set_num_threads(1)  # tasks share the cores with each other and with training
     ends = np.cumsum([len(positions) for positions in parts])[:-1]
     planned, copies = order.at(np.concatenate(parts))
-    stored = _fetch_rows(planned, rows)
+    fetch = fetch or _fetch_rows
+    stored = fetch(planned, rows)
     for positions, wanted, numbers in zip(parts, np.split(planned, ends), np.split(copies, ends), strict=True):
         images = empty_images(view.size, len(positions)) | {"position": positions}
         if view.sent:
@@ -155,7 +161,7 @@ def decode_positions(
         for index, position in enumerate(positions.tolist()):
             copy = int(numbers[index])
             for row in _candidates(int(wanted[index]), position, order):
-                content, label, key = stored.get(row) or _fetch_rows(np.array([row]), rows)[row]
+                content, label, key = stored.get(row) or fetch(np.array([row]), rows)[row]
                 with suppress(UndecodableImage):
                     _write_view(images, index, content, key, view, copy)
                     images["row"][index], images["label"][index] = row, label
@@ -164,6 +170,22 @@ def decode_positions(
                 raise UndecodableImage(f"none of {order.images} images can be decoded")
         images["corrupt"] = np.where(images["row"] == wanted, -1, wanted)
         yield images
+
+
+def joined(parts: list[Images]) -> Images:
+    """Return the images of all parts by ascending position; copies only if there are several parts."""
+    if len(parts) == 1:
+        return parts[0]
+    positions = np.concatenate([part["position"] for part in parts])
+    places = np.argsort(np.argsort(positions))
+    joined = {name: np.empty((len(places), *column.shape[1:]), column.dtype) for name, column in parts[0].items()}
+    at = 0
+    for part in parts:
+        count = len(part["position"])
+        for name, column in part.items():
+            joined[name][places[at : at + count]] = column
+        at += count
+    return joined
 
 
 def _candidates(row: int, position: int, order: EpochOrder) -> Iterator[int]:

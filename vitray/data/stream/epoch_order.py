@@ -190,6 +190,11 @@ def ranks_of(positions: np.ndarray, batch: int, workers: int) -> np.ndarray:
     return positions % batch // dealt_unit(batch, workers) % workers
 
 
+def lanes_of(positions: np.ndarray, repeats: int) -> np.ndarray:
+    """Return the lane of each position of an epoch."""
+    return np.array(DEAL)[positions // PAIR // repeats % LANES]
+
+
 # ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +281,7 @@ class Cut(NamedTuple):
     def shares(self, piece: Piece) -> list[np.ndarray]:
         """Return the ascending positions of a piece for each member of its team, in the order of their places."""
         positions = np.arange(piece.start, piece.end)
-        lanes = np.array(DEAL)[positions // PAIR // self.repeats % LANES]
+        lanes = lanes_of(positions, self.repeats)
         positions = positions[(lanes >= piece.first) & (lanes < piece.last)]
         ranks = ranks_of(positions, self.batch, self.workers)
         return [positions[ranks == member * self.teams + piece.team] for member in range(self.members)]

@@ -1,0 +1,121 @@
+"""Images decoded by processes of this machine: those of the order, bit for bit; no process outlives its use."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+from test_layers import ROOT
+from test_stream import broken, jpeg, train_stream, write
+
+from vitray.config.augmentation import Augment, CenterCrop
+from vitray.data.stream.batches import Share, StreamSpec
+from vitray.data.stream.decoding import decode_positions
+from vitray.data.stream.epoch_order import positions_of
+from vitray.data.stream.local_reader import DecodeProcesses, LocalReader
+from vitray.data.stream.stream import Stream
+from vitray.errors import ConfigError, RunError
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """2,500 images in 27 row groups: one full region of the order and a part of another."""
+    return write(tmp_path_factory.mktemp("local") / "data", [jpeg(index) for index in range(2500)])
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def processes(request):
+    with DecodeProcesses(request.param) as started:
+        yield started
+
+
+def local(stream: Stream, processes: DecodeProcesses) -> Stream:
+    return Stream(stream.dataset, stream.spec, lambda own: LocalReader(own, processes))
+
+
+def expected(stream: Stream, step: int, rank: int, workers: int):
+    """The images of a step, decoded here, all at once."""
+    epoch, within = divmod(step, stream.steps)
+    positions = positions_of(within, stream.spec.batch, rank, workers)
+    [images] = decode_positions([positions], stream.rows, stream.order(epoch), stream.view(epoch))
+    return stream._batch(images, len(positions), epoch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        ({}, 1),
+        ({}, 3),
+        ({"batch": 50}, 2),
+        ({"repeats": 3}, 2),
+        ({"crop": Augment.model_validate({"policy": "randaugment", "on": "device"})}, 1),
+        ({"row_mask": np.arange(2500) % 3 != 0}, 1),
+    ],
+)
+def test_each_step_has_its_images(dataset, processes, kind, workers):
+    wanted = train_stream(dataset, **kind)
+    first, last = wanted.steps - 3, wanted.steps + 5  # from within one epoch into the next
+    for rank in range(workers):
+        batches = list(local(wanted, processes).train(first, last, Share(rank, workers)))
+        assert len(batches) == last - first
+        for step, batch in zip(range(first, last), batches, strict=True):
+            own = expected(wanted, step, rank, workers)
+            for name in ("images", "labels", "positions", "rows", "epoch"):
+                assert np.array_equal(getattr(batch, name), getattr(own, name)), name
+            assert (batch.draws is None) == (own.draws is None)
+            if own.draws is not None:
+                for drawn, other in zip(batch.draws, own.draws, strict=True):
+                    assert np.array_equal(drawn, other)
+
+
+def test_an_evaluation_has_each_image_once_in_order_without_corrupt_ones(tmp_path, processes):
+    spec = StreamSpec("train", 32, (16, 16), CenterCrop(), max_corrupt=0.01)
+    stream = Stream(broken(tmp_path), spec, lambda own: LocalReader(own, processes))
+    rows = []
+    for workers in (1, 2):
+        each = [list(stream.evaluate(Share(rank, workers))) for rank in range(workers)]
+        assert {len(batches) for batches in each} == {10}
+        assert {len(batch.images) for batches in each for batch in batches} == {32 // workers}
+        rows.append(sorted(np.concatenate([batch.rows for batches in each for batch in batches]).tolist()))
+    assert rows == [[row for row in range(300) if row not in (7, 130)]] * 2
+    assert len(stream.corrupt) == 2
+
+
+def test_an_error_of_a_process_is_the_stream_s_own(tmp_path, processes):
+    stream = local(train_stream(broken(tmp_path), batch=32), processes)
+    with pytest.raises(ConfigError, match="images cannot be decoded, more than max_corrupt"):
+        list(stream.train(0, stream.steps, Share(0, 1)))
+    with DecodeProcesses(2) as killed:
+        whole = local(train_stream(write(tmp_path / "whole", [jpeg(at) for at in range(300)])), killed)
+        batches = whole.train(0, 100, Share(0, 1))
+        next(batches)
+        for process in killed._processes:
+            process.kill()
+        with pytest.raises(RunError, match="a process that decodes images ended with status -9"):
+            list(batches)
+
+
+def test_processes_end_with_the_one_that_was_killed():
+    code = (
+        "import time; from vitray.data.stream.local_reader import DecodeProcesses\n"
+        "with DecodeProcesses(2): print('started', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "started\n"
+        children = psutil.Process(process.pid).children()
+        assert len(children) == 2
+        process.kill()
+    assert not psutil.wait_procs(children, timeout=30)[1]
+
+
+def test_ctrl_c_is_for_the_process_that_trains(dataset):
+    with DecodeProcesses(1) as processes:
+        batches = local(train_stream(dataset), processes).train(0, 30, Share(0, 1))
+        next(batches)
+        processes._processes[0].send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        assert len(list(batches)) == 29

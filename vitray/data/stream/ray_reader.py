@@ -1,0 +1,226 @@
+"""Ray Data as the reader of a stream.
+
+One execution serves all workers: from_items(pieces) -> map_batches(read, decode, augment) -> streaming_split. The
+pieces are planned (epoch_order.py): Ray neither drops nor moves an image, it deals their blocks to the workers in turn.
+"""
+
+import logging
+import math
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import chain, zip_longest
+from typing import Any
+
+import numpy as np
+import ray
+import ray.data
+from ray.data import DataIterator, ExecutionResources
+
+from vitray.data.stream.batches import Share
+from vitray.data.stream.cache import decoded_split
+from vitray.data.stream.decoding import Images, decode_positions, empty_images, joined
+from vitray.data.stream.epoch_order import Cut, Piece, positions_of
+from vitray.data.stream.stream import Stream
+
+# Ray Data's log lines that DataContext cannot turn off.
+QUIET_LOGGERS = {
+    # "The job may hang forever" after ten seconds without a free CPU, also in runs that finish; a lack of CPUs ends a
+    # run with an error of its own (RAY_DATA_EXECUTION_NO_PROGRESS_TIMEOUT_S).
+    "ray.data._internal.execution.resource_manager": logging.ERROR,
+    "ray.data._internal.execution.streaming_executor": logging.WARNING,  # a line per execution
+    "ray.data._internal.progress": logging.ERROR,  # that progress bars are off
+    # Two concurrent executions, such as training and evaluation, log to one file.
+    "ray.data._internal.logging": logging.WARNING,
+}
+for _name, _level in QUIET_LOGGERS.items():
+    logging.getLogger(_name).setLevel(_level)
+# "The Dataset job will hang" where the workers have all CPUs for a moment, as in each run with one worker.
+UNTRUE_WARNINGS = {"ray.data.dataset": "any available CPUs"}
+for _name, _words in UNTRUE_WARNINGS.items():
+    logging.getLogger(_name).addFilter(lambda record, words=_words: words not in record.getMessage())
+
+# Pieces of one execution, and how many before its end the next execution starts: Ray lists all pieces before it starts
+# the first. All workers start it after the same step, as they wait for each other. Its first blocks wait to be read.
+PIECES_AT_ONCE, PIECES_AHEAD = 8192, 1024
+# Blocks that Ray fetches for a worker ahead of its reading.
+BLOCKS_AHEAD = 2
+
+
+class RayReader:
+    """One stream read by Ray Data; `stream.Reader` says what its methods do."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._evaluation: list[DataIterator] = []
+        # On the first worker. Dropping the last reference ends an execution, and the previous one may still be read.
+        self._executions: list[list[DataIterator]] = []
+
+    def train(self, steps: range, share: Share) -> Generator[Images, None, None]:
+        spec, epoch_steps = self._stream.spec, self._stream.steps
+        # The first worker decides: the cluster's memory may change between the queries of several workers.
+        cut = share.broadcast(self._cut(share.workers, spec.repeats))
+        executions, ahead = self._execution_ranges(steps, cut)
+        # The next execution starts in a thread before this one ends, so that no worker waits at the change.
+        opener, following = ThreadPoolExecutor(1), None
+        try:
+            for steps_now, after in zip_longest(executions, executions[1:]):
+                blocks = following.result() if following else self._open_training(steps_now, cut, share)
+                reader = BlockReader(blocks, spec.size)
+                for step in steps_now:
+                    if step == max(steps_now.start, steps_now.stop - ahead) and after:
+                        following = opener.submit(self._open_training, after, cut, share)
+                    epoch, within = divmod(step, epoch_steps)
+                    yield reader.take(epoch, positions_of(within, spec.batch, share.rank, share.workers))
+        except GeneratorExit:  # closed on all workers after the same step
+            if following and share.workers > 1:
+                following.result()  # its broadcast must not overlap with one of a later stream
+            raise
+        finally:
+            opener.shutdown(wait=False)
+
+    def _execution_ranges(self, steps: range, cut: Cut) -> tuple[list[range], int]:
+        """Return the steps of each execution, and how many before its end the next one starts."""
+        batch = self._stream.spec.batch
+        most, ahead = (max(1, pieces * cut.rows // batch) for pieces in (PIECES_AT_ONCE, PIECES_AHEAD))
+        if not (bulk := min(most, self._bulk(cut))):
+            return [steps[at : at + most] for at in range(0, len(steps), most)], ahead
+        # A worker waits for the whole of an execution, and no CPU decodes during the steps of the last one.
+        # So the first and the last ones are short.
+        least, executions = min(bulk, max(1, cut.rows // batch)), []
+        count = least
+        while steps:
+            executions.append(steps[:count])
+            steps = steps[count:]
+            count = min(2 * count, bulk, max(least, len(steps) // 2))
+        return executions, bulk
+
+    def _bulk(self, cut: Cut) -> int:
+        """Return the most steps of an execution in bulk: memory holds the blocks of three; 0 if it is not in bulk."""
+        image = math.prod(self._stream.spec.size) * 3
+        return (
+            self._memory // 3 // (self._stream.spec.batch * image)
+            if self._stream.spec.in_bulk and cut.workers == 1
+            else 0
+        )
+
+    def evaluate(self, share: Share) -> Generator[Images, None, None]:
+        spec, images = self._stream.spec, self._stream.images
+        if not self._evaluation:  # later evaluations execute the same pieces again
+            cut = self._cut(share.workers, repeats=1)._replace(held=0)
+            self._evaluation = share.broadcast(
+                self._execute(list(cut.pieces(0, 0, images)), cut, shuffled=False) if share.rank == 0 else None
+            )
+        # Contiguous pieces have a block for each worker, in the order of their ranks.
+        reader = BlockReader(_started(self._evaluation[share.rank]), spec.size)
+        for step in range(-(-images // spec.batch)):
+            positions = positions_of(step, spec.batch, share.rank, share.workers)
+            yield reader.take(0, positions[positions < images])
+
+    def _cut(self, workers: int, repeats: int) -> Cut:
+        return Cut.fitting(self._stream.spec.size, self._memory, self._stream.spec.batch, workers, repeats)
+
+    @property
+    def _memory(self) -> int:
+        return self._stream.spec.memory or int(ray.cluster_resources()["object_store_memory"]) // 4
+
+    def _open_training(self, steps: range, cut: Cut, share: Share) -> Iterator[Images]:
+        """Start an execution for some steps of the run, and return this worker's blocks."""
+        iterators, first, last = None, steps.start, steps.stop
+        if share.rank == 0:
+            self._executions = self._executions[-1:]
+            batch, length = self._stream.spec.batch, self._stream.steps
+            starts = ((epoch, epoch * length) for epoch in range(first // length, -(-last // length)))
+            pieces = chain.from_iterable(
+                cut.pieces(epoch, max(first - start, 0) * batch, min(last - start, length) * batch)
+                for epoch, start in starts
+            )
+            iterators = self._execute(list(pieces), cut, shuffled=True)
+            self._executions.append(iterators)
+        iterators = share.broadcast(iterators)
+        return _started(iterators[cut.place(share.rank)])
+
+    def _execute(self, pieces: list[Piece], cut: Cut, *, shuffled: bool) -> list[DataIterator]:
+        """Return an iterator over the blocks of each worker, in the order of their places."""
+        source = self._stream.rows
+        if self._stream.spec.cache == "decoded":
+            source = source._replace(decoded=decoded_split(self._stream.dataset, self._stream.spec.split))
+        order, view = self._stream.order(0 if shuffled else None), self._stream.view(0)
+        shared = ray.put((source, order, view, cut))  # once, not with every task
+        items = ray.data.from_items([piece._asdict() for piece in pieces], override_num_blocks=len(pieces))
+        blocks = items.map_batches(partial(_decode_piece, shared=shared), batch_size=1)  # pyright: ignore[reportArgumentType]
+        context = blocks.context
+        context.execution_options.preserve_order = True
+        # Smaller than any row, so that each row, which holds all images of a block, becomes a block of Ray's.
+        context.target_max_block_size = 1
+        # Ray pauses a task that is some unread blocks ahead, and a paused task keeps its CPU: evaluation would wait for
+        # the CPUs of a training stream that waits for evaluation. So a task may leave all of its blocks unread.
+        context._max_num_blocks_in_streaming_gen_buffer = cut.members + 1
+        limits = ExecutionResources(cpu=self._stream.spec.cpus, object_store_memory=self._memory)
+        context.execution_options.resource_limits = limits
+        context.enable_progress_bars = False
+        context.print_on_execution_start = False
+        if cut.workers > 1:
+            # Each block has one row for Ray, so that equal shares are dealt in turn.
+            return blocks.streaming_split(cut.workers, equal=False)
+        return [blocks.materialize().iterator() if shuffled and self._bulk(cut) else blocks.iterator()]
+
+
+class BlockReader:
+    """A worker's blocks, regrouped to the positions of its steps."""
+
+    def __init__(self, blocks: Iterator[Images], size: tuple[int, int]) -> None:
+        self._blocks, self._size = blocks, size
+        self._epoch = 0
+        # Blocks of one epoch that are not used up, whose positions ascend.
+        self._open: list[Images] = []
+
+    def take(self, epoch: int, positions: np.ndarray) -> Images:
+        """Return the images at ascending positions, which must be the next of this worker's."""
+        if epoch != self._epoch and any(len(block["position"]) for block in self._open):
+            raise RuntimeError(f"epoch {self._epoch} ended with blocks that no step used")
+        self._epoch = epoch
+        parts, found = [], 0
+        waiting, self._open = self._open, []
+        while found < len(positions):
+            block = waiting.pop(0) if waiting else self._next()
+            count = int(np.searchsorted(block["position"], positions[-1], side="right"))
+            found += count
+            if count:
+                parts.append({name: column[:count] for name, column in block.items()})
+            if count < len(block["position"]):
+                self._open.append({name: column[count:] for name, column in block.items()})
+        self._open += waiting
+        images = joined(parts or [empty_images(self._size)])
+        # Exactly the planned images, in order.
+        if not np.array_equal(images["position"], positions):
+            raise RuntimeError(f"epoch {epoch}: got positions {images['position']}, planned {positions}")
+        return images
+
+    def _next(self) -> Images:
+        while not len((block := next(self._blocks))["position"]):  # this worker had no image in the piece
+            continue
+        epoch = int(block.pop("epoch"))
+        if epoch != self._epoch:
+            raise RuntimeError(f"got a block of epoch {epoch} in epoch {self._epoch}")
+        return block
+
+
+def _started(iterator: DataIterator) -> Iterator[Images]:
+    """Return the blocks of an iterator; waits for the first, since an execution starts when all workers ask for it."""
+    options: Any = {"batch_size": None, "batch_format": "numpy", "prefetch_batches": BLOCKS_AHEAD}  # whole blocks
+    rows: Iterator[Any] = iter(iterator.iter_batches(**options))
+    return ({name: column[0] for name, column in row.items()} for row in chain([next(rows)], rows))
+
+
+def _decode_piece(item: dict[str, np.ndarray], shared: ray.ObjectRef) -> Iterator[Images]:
+    """Yield the block of each member of the piece's team, as one row."""
+    piece = Piece(**{name: int(column[0]) for name, column in item.items()})
+    rows, order, view, cut = ray.get(shared)
+    if order.shuffle is not None:
+        identity, seed, _ = order.shuffle
+        order = replace(order, shuffle=(identity, seed, piece.epoch))
+    for images in decode_positions(cut.shares(piece), rows, order, view._replace(epoch=piece.epoch)):
+        row = images | {"epoch": np.array(piece.epoch)}
+        yield {name: column[np.newaxis] for name, column in row.items()}
