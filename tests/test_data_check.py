@@ -118,7 +118,10 @@ def test_the_cost_is_of_all_machines():
     "settings",
     [
         ["compute.workers=1", "data.augment.policy=three_augment"],
-        ["compute.workers=2", "task=masked", "model.num_classes=null", "data.cache=decoded"],
+        pytest.param(
+            ["compute.workers=2", "task=masked", "model.num_classes=null", "data.cache=decoded"],
+            marks=pytest.mark.slow,  # starts four executions of Ray Data for two workers
+        ),
     ],
     ids=["one worker", "two workers of a masked task"],
 )

@@ -26,9 +26,9 @@ def dataset(tmp_path_factory):
     return write(tmp_path_factory.mktemp("local") / "data", [jpeg(index) for index in range(2500)])
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def processes(request):
-    with DecodeProcesses(request.param) as started:
+@pytest.fixture(scope="module")
+def processes():
+    with DecodeProcesses(3) as started:
         yield started
 
 
