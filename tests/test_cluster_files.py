@@ -114,6 +114,14 @@ def head(tree):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda tree: tree.update(max_workers=10**6), "max_workers: got 1000000, expected a number from 0 to 10,000"),
+        (lambda tree: tree.update(max_workers=10**400), "max_workers: got 1000.*expected a number from 0 to 10,000"),
+        (lambda tree: tree["available_node_types"]["head"].update(min_workers=-1), r"head\.min_workers: got -1"),
+        (
+            lambda tree: tree.update(idle_timeout_minutes=float("nan")),
+            "idle_timeout_minutes: got nan, expected a number",
+        ),
+        (lambda tree: tree.update(upscaling_speed=float("inf")), "upscaling_speed: got inf, expected a number"),
         (lambda tree: tree.update(metadata=[]), r"metadata: \[\] is not of type"),
         (lambda tree: tree.update(provider=None), "not a cluster file"),
         (lambda tree: tree.update(available_node_types={1: 2}), "got 'head', expected one of 1"),
@@ -127,6 +135,7 @@ def head(tree):
         ),
         (ingress(None), "provider.security_group: .*CidrIp"),
         (lambda tree: head(tree).update(MetadataOptions=True), "head.node_config: .*MetadataOptions"),
+        (lambda tree: tree.update(cluster_name="x" * 10**5), "cluster_name: .*at most 100 characters"),
     ],
 )
 def test_bad_values_are_one_message(change, message, tmp_path):

@@ -1,11 +1,13 @@
 """Tracking with real MLflow: an embedded store, and a server that is killed, stopped and restarted."""
 
+import fcntl
 import json
 import math
 import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -13,7 +15,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +26,7 @@ from hosts import until
 
 from pipelines import sync, ui
 from vitray.errors import ConfigError, RunError, one_line, redact, redact_uri
-from vitray.system import host_facts, processes, storage
+from vitray.system import host_facts, mlflow_client, processes, storage
 from vitray.system.mlflow_client import open_client, tracking_uri
 from vitray.tracking import model_registry, tracker, ui_server, upload
 from vitray.tracking.model_registry import PROMOTION_TAG
@@ -952,6 +954,77 @@ def test_two_processes_that_create_a_store_get_the_same_one(tmp_path):
     names = {experiment.name for experiment in open_client(f"sqlite:///{file}").search_experiments()}
     assert names >= {"first", "second"}
     assert not list(tmp_path.glob("mlruns.db.*"))
+
+
+def damage(file):
+    """Make a store as a kill during MLflow's migrations leaves it, long ago."""
+    with closing(sqlite3.connect(file)) as database:
+        database.execute("delete from alembic_version")
+        database.execute("drop table runs")
+        database.commit()
+    os.utime(file, (0, 0))
+
+
+def test_an_incomplete_store_is_set_aside_by_name(folder, caplog):
+    file = folder / "mlruns.db"
+    damage(file)
+    uri = f"sqlite:///{folder}/young.db"  # MLflow opens a store once per address and process
+    shutil.copy(file, folder / "young.db")
+    with pytest.raises(Exception, match="duplicate column"):  # another process may still be creating it
+        open_client(uri)
+    assert open_client(tracking_uri()).search_experiments()
+    [aside] = folder.glob("mlruns.db.incomplete-*")
+    assert str(aside) in caplog.text
+
+
+@pytest.mark.parametrize("moment", ["_is_unusable", "flock"])
+def test_a_store_that_another_process_sets_aside_meanwhile_is_made_anew(tmp_path, monkeypatch, moment):
+    file, owner = tmp_path / "mlruns.db", mlflow_client if moment == "_is_unusable" else fcntl
+    damage(file)
+    real = getattr(owner, moment)
+
+    def call_and_set_aside(*args):
+        answer = real(*args)
+        if file.exists():
+            file.rename(tmp_path / "aside")
+        return answer
+
+    monkeypatch.setattr(owner, moment, call_and_set_aside)
+    assert open_client(f"sqlite:///{file}").search_experiments()
+    assert {path.name for path in tmp_path.iterdir()} >= {"aside", "mlruns.db"}
+
+
+def test_two_processes_that_set_a_store_aside_get_the_same_new_one(tmp_path):
+    file = tmp_path / "mlruns.db"
+    damage(file)
+    inode = f":{file.stat().st_ino} "
+    code = (
+        "from vitray.system.mlflow_client import import_mlflow, open_client;"
+        f"import_mlflow(); open_client('sqlite:///{file}').search_experiments()"
+    )
+    with file.open("rb") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        openers = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+        while sum("->" in line and inode in line for line in Path("/proc/locks").read_text().splitlines()) < 2:
+            assert [opener.poll() for opener in openers] == [None, None]
+            time.sleep(0.05)
+    assert [opener.wait() for opener in openers] == [0, 0]
+    assert len(list(tmp_path.glob("mlruns.db.incomplete-*"))) == 1
+    assert open_client(f"sqlite:///{file}").search_experiments()
+
+
+def test_a_broken_store_with_runs_stays_where_it_is(folder):
+    with begin() as run:
+        run.metrics(1, {"loss": 1})
+    with closing(sqlite3.connect(folder / "mlruns.db")) as database:
+        database.execute("delete from alembic_version")
+        database.commit()
+    shutil.copy(folder / "mlruns.db", folder / "broken.db")
+    os.utime(folder / "broken.db", (0, 0))
+    with pytest.raises(Exception, match=r".+"):
+        open_client(f"sqlite:///{folder}/broken.db")
+    assert {path.name for path in folder.glob("*.db*")} == {"mlruns.db", "broken.db"}
 
 
 # The verbs

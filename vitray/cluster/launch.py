@@ -19,9 +19,11 @@ from typing import Any
 import yaml
 
 from vitray.config.parsing import parse_yaml, read_text, short
+from vitray.config.sections import MOST_COUNT
 from vitray.errors import ConfigError, nearest
 
 PLACEHOLDER = "YOUR-"
+MOST_NODES, LONGEST_NAME = 10_000, 100
 # Files that nodes mount; only their owner may read them.
 TOKEN, CREDENTIALS = "~/.ray/auth_token", "~/.vitray/mlflow_credentials"
 HEAD_ROLE, NODE_ROLE = "vitray-head", "vitray-node"
@@ -54,11 +56,22 @@ def read_cluster(path: str) -> Tree:
     values = [token for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken)]
     if unset := [f"line {each.start_mark.line + 1}: {each.value}" for each in values if PLACEHOLDER in each.value]:
         raise ConfigError(f"{path}: not set: {'; '.join(unset)}; comments in the file explain each")
-    # The other checks rely on the types that the schema has.
-    problems = [*_schema_problems(tree)]
+    # Each check relies on the types and numbers that the one before has checked.
+    problems = [*_number_problems(tree)] or [*_schema_problems(tree)]
     if problems := problems or [*_start_problems(tree), *_aws_problems(tree)]:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     return tree
+
+
+def _number_problems(tree: Any, path: str = "") -> Iterator[str]:
+    """Yield a problem for each number that no cluster has; Ray's schema has no upper bounds."""
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _number_problems(value, f"{path}.{key}".lstrip("."))
+    elif isinstance(tree, int | float):
+        least, most = (0, MOST_NODES) if path.endswith("_workers") else (-MOST_COUNT, MOST_COUNT)
+        if not least <= tree <= most:
+            yield f"{path}: got {short(tree)}, expected a number from {least:,} to {most:,}"
 
 
 def _schema_problems(tree: Tree) -> Iterator[str]:
@@ -76,6 +89,8 @@ def _schema_problems(tree: Tree) -> Iterator[str]:
     except Exception as error:  # from half a dozen libraries
         place = ".".join(map(str, getattr(error, "absolute_path", ())))
         yield f"{place}: {' '.join(str(getattr(error, 'message', error)).split())[:300]}".removeprefix(": ")
+    if len(name := str(tree.get("cluster_name"))) > LONGEST_NAME:
+        yield f"cluster_name: got {short(name)}, expected at most {LONGEST_NAME} characters"
 
 
 def _start_problems(tree: Tree) -> Iterator[str]:

@@ -1,6 +1,10 @@
 """Access to MLflow: the tracking URI, the import with bounded timeouts, and clients."""
 
+import fcntl
+import logging
 import os
+import shutil
+import sqlite3
 import sys
 import threading
 import time
@@ -8,7 +12,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +22,7 @@ from vitray.errors import ConfigError, redact_uri
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+LOG = logging.getLogger("vitray.tracking")
 T = TypeVar("T")
 
 # Seconds without a write after which no process is still creating a database file.
@@ -98,6 +103,10 @@ def open_client(uri: str) -> "MlflowClient":
 
     file = database_file(uri)
     with _PROCESS_LOCK:
+        if file and file.exists():
+            with suppress(FileNotFoundError):  # another process has set it aside
+                if _is_unusable(file):
+                    _set_aside(file)
         if file and not file.exists():
             _create_database(file)
         return MlflowClient(uri)
@@ -145,6 +154,42 @@ def _create_database(file: Path) -> None:
             pass
         except OSError:  # a file system without links
             scratch.rename(file)
+
+
+def _set_aside(file: Path) -> None:
+    """Rename a database that holds nothing and cannot be opened; of several processes, one does."""
+    with file.open("rb") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)  # until the block ends
+        if os.fstat(opened.fileno()).st_ino == file.stat().st_ino and _is_unusable(file):
+            aside = file.with_name(f"{file.name}.incomplete-{uuid.uuid4().hex[:8]}")
+            file.rename(aside)
+            LOG.warning(
+                "tracking: %s cannot be opened and holds no run; it is now %s, and a new one is made", file, aside
+            )
+
+
+def _is_unusable(file: Path) -> bool:
+    """Whether MLflow cannot open a database that holds nothing and to which nothing has written for some seconds."""
+    from mlflow import MlflowClient
+
+    try:
+        with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as database:
+            tables = {name for (name,) in database.execute("select name from sqlite_master")}
+            # A new store has one experiment.
+            for table, usual in (("runs", 0), ("registered_models", 0), ("experiments", 1)):
+                if table in tables and database.execute(f"select count(*) from {table}").fetchone()[0] > usual:
+                    return False
+    except sqlite3.Error:  # busy, or not a database
+        return False
+    if time.time() - file.stat().st_mtime < ABANDONED_SECONDS:
+        return False
+    with _scratch_name(file) as scratch:  # a copy, because MLflow keeps the files that it has opened
+        shutil.copyfile(file, scratch)
+        try:
+            MlflowClient(f"sqlite:///{scratch}")
+        except Exception:
+            return True
+    return False
 
 
 @contextmanager

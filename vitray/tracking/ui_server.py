@@ -61,7 +61,7 @@ def _serve_at(uri: str, host: str, port: int) -> None:
     if artifacts := artifact_root(uri):
         command += ["--default-artifact-root", artifacts]
         import_mlflow()
-        open_client(uri)  # makes a missing store in one step, where a kill of the server would leave it incomplete
+        open_client(uri)  # replaces a store that a kill has left incomplete
     environment = {**os.environ, **settings, "MLFLOW_DISABLE_TELEMETRY": "true"}
     # A session of its own: MLflow starts further processes, which all end with this one.
     with subprocess.Popen(command, env=environment, start_new_session=True) as server:
