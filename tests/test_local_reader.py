@@ -1,5 +1,6 @@
 """Images decoded by processes of this machine: those of the order, bit for bit; no process outlives its use."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -92,8 +93,8 @@ def test_an_error_of_a_process_is_the_stream_s_own(tmp_path, processes):
         whole = local(train_stream(write(tmp_path / "whole", [jpeg(at) for at in range(300)])), killed)
         batches = whole.train(0, 100, Share(0, 1))
         next(batches)
-        for process in killed._processes:
-            process.kill()
+        for child in killed._children:
+            os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(RunError, match="a process that decodes images ended with status -9"):
             list(batches)
 
@@ -116,6 +117,6 @@ def test_ctrl_c_is_for_the_process_that_trains(dataset):
     with DecodeProcesses(1) as processes:
         batches = local(train_stream(dataset), processes).train(0, 30, Share(0, 1))
         next(batches)
-        processes._processes[0].send_signal(signal.SIGINT)
+        os.kill(processes._children[0].pid, signal.SIGINT)
         time.sleep(0.1)
         assert len(list(batches)) == 29

@@ -1,21 +1,15 @@
 """Processes of this machine as the reader of streams, without Ray.
 
 Some steps at a time form a window. Its images are dealt to the processes by lanes of the order, so that each process
-reads few row groups, which it remembers. They talk through pipes, and end with this process, however it ends.
+reads few row groups, which it remembers.
 """
 
-import signal
-import subprocess
-import sys
 from collections import OrderedDict, deque
-from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -32,7 +26,7 @@ from vitray.data.stream.decoding import (
 )
 from vitray.data.stream.epoch_order import LANES, EpochOrder, lanes_of, positions_of
 from vitray.data.stream.stream import Stream
-from vitray.errors import RunError
+from vitray.system.child import Child
 
 # Images of a window: about a tenth of a second of decoding, long beside a message and short beside a first batch.
 WINDOW = 256
@@ -96,52 +90,26 @@ class Decoder:
         return found
 
 
-def serve(connection: Connection) -> None:
-    """Answer requests until the process that has started this one closes the connection, or ends."""
-    # A stop is that process's to handle: it may still need images.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    decoder = Decoder()
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            request = connection.recv()
-            try:
-                reply: Any = decoder.decode(*request)
-            except Exception as error:
-                reply = error
-            connection.send(reply)
-
-
 # ---- in the process that trains --------------------------------------------------------------------------------------
 
 
 class DecodeProcesses:
-    """Processes that decode for the streams of one worker; they start at once, and load torch meanwhile."""
+    """Processes that decode for the streams of one worker; they start at once."""
 
     def __init__(self, number: int) -> None:
-        self._processes, self._connections = [], []
-        for _ in range(number):
-            own, other = Pipe()
-            code = f"from vitray.data.stream import local_reader as it; it.serve(it.Connection({other.fileno()}))"
-            with other:
-                self._processes.append(subprocess.Popen([sys.executable, "-c", code], pass_fds=[other.fileno()]))
-            self._connections.append(own)
-        # One thread waits for each process; requests of several streams take turns.
-        self._askers = [ThreadPoolExecutor(1, thread_name_prefix="decode") for _ in self._processes]
-        self._numbers, self._known = count(), [set[int]() for _ in self._processes]
+        self._children = [Child(_decoder, "decodes images") for _ in range(number)]
+        # Requests of several streams take turns.
+        self._numbers, self._known = count(), [set[int]() for _ in self._children]
 
     def __len__(self) -> int:
-        return len(self._processes)
+        return len(self._children)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for asker in self._askers:
-            asker.shutdown(cancel_futures=True)
-        for connection, process in zip(self._connections, self._processes, strict=True):
-            connection.close()  # which ends it
-            process.wait()
+        for child in self._children:
+            child.close()
 
     def new_stream(self) -> int:
         """Return a number for a stream."""
@@ -149,20 +117,15 @@ class DecodeProcesses:
 
     def submit(self, place: int, number: int, source: Source, epoch: int, positions: np.ndarray) -> Future[Images]:
         """Let one process decode positions of an epoch."""
-        return self._askers[place].submit(self._ask, place, number, source, epoch, positions)
+        is_known = number in self._known[place]
+        self._known[place].add(number)
+        return self._children[place].submit(number, None if is_known else source, epoch, positions)
 
-    def _ask(self, place: int, number: int, source: Source, epoch: int, positions: np.ndarray) -> Images:
-        connection, known = self._connections[place], self._known[place]
-        try:
-            connection.send((number, None if number in known else source, epoch, positions))
-            reply = connection.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            status = self._processes[place].wait()
-            raise RunError(f"a process that decodes images ended with status {status}; see the lines above") from None
-        known.add(number)
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
+
+def _decoder() -> Callable[..., Images]:
+    import vitray.data.augment.crops  # noqa: F401 (torch takes seconds, which pass before the first images are wanted)
+
+    return Decoder().decode
 
 
 class LocalReader:
