@@ -265,11 +265,11 @@ def _network_rate(plan: Plan, batches: int) -> float:
     torch.set_num_threads(1)
     networks, size = load_networks(plan), plan.networks[0].size
     views = [np.random.default_rng(0).integers(0, 256, (plan.options.batch, *size, 3), np.uint8)]
-    reasons = [None] * plan.options.batch
-    predict_batch(plan, networks, views, reasons)
+    has_pixels = np.ones(plan.options.batch, bool)
+    predict_batch(plan, networks, views, has_pixels)
     began = time.perf_counter()
     for _ in range(batches):
-        predict_batch(plan, networks, views, reasons)
+        predict_batch(plan, networks, views, has_pixels)
     return batches * plan.options.batch / (time.perf_counter() - began)
 
 

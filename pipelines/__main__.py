@@ -45,6 +45,13 @@ MEANT = {
     **dict.fromkeys(("track", "flush", "upload"), "sync"),
     **dict.fromkeys(("benchmark", "profile"), "bench"),
 }
+# What an installation may lack, and the requirement that brings it.
+OPTIONAL = {
+    "ray": "ray[data,train,tune,serve,default]",
+    "optuna": "optuna",
+    "boto3": "boto3",
+    "botocore": "boto3",
+}
 NOTES = """\
 Every verb takes --json: the last line of stdout is then one JSON object. Exit status: 0 done, 1 failed,
 2 bad input (one line on stderr: where, what was given, what is expected), 130 Ctrl-C, 143 SIGTERM."""
@@ -78,6 +85,16 @@ def run_verb(verb: Callable[[list[str]], dict[str, Any]], args: Sequence[str] | 
     except (RunError, OwnershipLost) as error:
         print(f"vitray: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in OPTIONAL:
+            raise
+        without = "; train --here, evaluate, inspect and predict work without it" if name == "ray" else ""
+        print(
+            f"vitray: needs {name}, expected it to be installed: pip install '{OPTIONAL[name]}'{without}",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         print("vitray: stopped", file=sys.stderr)
         return 130

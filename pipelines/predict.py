@@ -25,7 +25,11 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--compile", action="store_true", help="use torch.compile, with padded batches")
     parser.add_argument("--batch", type=int, default=64, help="images of a forward pass (default: %(default)s)")
     parser.add_argument("--part", type=int, default=1024, help="images of a file (default: %(default)s)")
-    parser.add_argument("--workers", metavar="N | MIN:MAX", help="actors (default: 1 to all GPUs, or all CPUs but one)")
+    parser.add_argument(
+        "--workers",
+        metavar="N | MIN:MAX",
+        help="actors on Ray (default: this process, or all that fit on a cluster and where there are several GPUs)",
+    )
     parser.add_argument("--follow", choices=["csv", "jsonl"], help="print each row too, as soon as its part is written")
     parser.add_argument("--json", action="store_true", help="print the result as JSON: images, written, skipped, ...")
     options = parser.parse_intermixed_args(args)

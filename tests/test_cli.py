@@ -33,6 +33,12 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
     assert "example" in usage
 
 
+def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["shard", "demo", str(tmp_path / "data")]) == 2
+    assert re.search(r"needs ray, .*; train --here, evaluate, inspect and predict work", capsys.readouterr().err)
+
+
 def test_an_unknown_verb_suggests_the_nearest(capsys):
     assert main(["modle"]) == 2
     assert "unknown verb 'modle'" in (message := capsys.readouterr().err)

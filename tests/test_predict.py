@@ -30,7 +30,7 @@ from pipelines.__main__ import main
 from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.mixing import normalized
-from vitray.data.augment.views import decode_views
+from vitray.data.augment.views import decode_views, usable
 from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError, RunError
 from vitray.inference.images import undecodable
@@ -79,7 +79,7 @@ def tables_of(plan, networks=None):
             encoded = [image.content for image in plan.images.read(range(*plan.span(part, batch)))]
             views, missing = decode_views(encoded, views_of(plan.networks), rows=plan.options.batch)
             reasons += missing
-            tables.append(predict_batch(plan, networks, views, missing))
+            tables.append(predict_batch(plan, networks, views, usable(missing)))
         yield part, tables, reasons
 
 
@@ -572,9 +572,23 @@ def test_a_repeated_command_writes_the_missing_parts_only_and_the_same_bytes(pla
         predict(request._replace(options=request.options._replace(embedding=False)))
 
 
+# As many compute threads as an actor has.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
 def command(place, out, *more):
     words = [str(place / "model"), str(place / "many"), str(out), "--batch", "8", "--part", "16", "--json", *more]
     return [sys.executable, "-m", "pipelines.predict", *words]
+
+
+def test_without_ray_this_process_writes_the_same_bytes(place, tmp_path):
+    blocked = "".join(f"sys.modules[{name!r}] = None; " for name in ("ray", "optuna", "boto3", "botocore"))
+    code = f"import sys; {blocked}from pipelines.__main__ import main; sys.exit(main())"
+    words = [str(place / "model"), str(place / "data"), str(tmp_path / "out"), "--batch", "8", "--part", "16"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | ONE_THREAD
+    subprocess.run([sys.executable, "-c", code, "predict", *words], cwd=ROOT, env=environment, check=True)
+    write_all(plan_of(place / "data", tmp_path / "alone", place / "model", options=Options(batch=8, part=16)))
+    assert contents_of(tmp_path / "out/parts") == contents_of(tmp_path / "alone/parts")
 
 
 @pytest.fixture(scope="module")
@@ -587,11 +601,14 @@ def many(place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_command_that_is_killed_at_random_moments_ends_with_the_same_bytes(place, many, tmp_path, seed):
-    draw, out, kills = random.Random(seed), tmp_path / "out", 0
+@pytest.mark.parametrize("more", [[], ["--workers", "1"]], ids=["here", "on Ray"])
+def test_a_command_that_is_killed_at_random_moments_ends_with_the_same_bytes(place, many, tmp_path, more):
+    draw, out, kills, started = random.Random(0), tmp_path / "out", 0, command(place, tmp_path / "out", *more)
+    environment = os.environ | ONE_THREAD
     while kills < 2:
-        process = subprocess.Popen(command(place, out), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            started, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+        )
         wanted = len(list(out.glob("parts/*.parquet"))) + draw.randrange(1, 5)
         while process.poll() is None and len(list(out.glob("parts/*.parquet"))) < wanted:
             time.sleep(0.02)
@@ -603,7 +620,7 @@ def test_a_command_that_is_killed_at_random_moments_ends_with_the_same_bytes(pla
             os.kill(each.pid, signal.SIGKILL)
         process.wait()
         kills += 1
-    done = subprocess.run(command(place, out), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(started, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     assert (result["images"], result["written"], result["skipped"], result["parts"]) == (400, 398, 2, 25)
     assert kills > 0
@@ -624,7 +641,7 @@ def working_processes(driver: int) -> list[tuple[psutil.Process, str]]:
 def test_processes_that_are_killed_are_replaced_and_the_bytes_stay_the_same(place, many, tmp_path, seed):
     """The actor first, then any, at random moments."""
     draw, out, killed = random.Random(seed), tmp_path / "out", []
-    process = subprocess.Popen(command(place, out), cwd=ROOT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command(place, out, "--workers", "1"), cwd=ROOT, stdout=subprocess.DEVNULL)
     while process.poll() is None:
         time.sleep(draw.uniform(0, 0.2))
         if len(killed) == 4 or not list(out.glob("parts/*.parquet")):

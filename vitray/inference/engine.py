@@ -24,6 +24,7 @@ from vitray.inference.images import Images
 from vitray.inference.network_spec import NetworkSpec, Numerics, Wanted
 from vitray.inference.networks import Networks, views_of
 from vitray.models.network import AnyNetwork
+from vitray.system.processes import usable_cpus
 
 # Chunks in work at a time, in this process or on an actor: one is read and decoded while another is computed.
 AT_A_TIME = 2
@@ -35,7 +36,9 @@ Span = tuple[int, int]
 Alter = Callable[[np.ndarray, str], np.ndarray]
 """Changes the view of an image, after the crop; the second argument is the image's key."""
 Compute = Callable[[Networks, Sequence[np.ndarray], np.ndarray], Any]
-"""The values of a batch: the networks, the batch of each view (BHWC, uint8), and which of its images have pixels."""
+"""The values of a batch: the networks, the batch of each view (BHWC, uint8), and which of its images have pixels.
+
+Compiled networks get views of `Numerics.batch` images, of which the last ones may be padding."""
 
 
 class Job(NamedTuple):
@@ -69,7 +72,7 @@ class Worker:
         """`loaded` are networks that this process has already; `decoders` is the number of threads that decode."""
         self._job, self._loaded = job, loaded
         self._views = views_of(job.networks)
-        share = len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count())
+        share = usable_cpus() // max(1, torch.cuda.device_count())
         self._decoders = ThreadPoolExecutor(decoders or max(1, share))
         self._lock = threading.Lock()
 
@@ -88,7 +91,8 @@ class Worker:
         values = []
         for first in range(0, len(images), job.numerics.batch):
             batch = images[first : first + job.numerics.batch]
-            views, why = decode_views([each.content for each in batch], self._views, run=self._decoders.map)
+            rows = job.numerics.batch if job.numerics.compile else None  # one shape
+            views, why = decode_views([each.content for each in batch], self._views, rows=rows, run=self._decoders.map)
             has_pixels = usable(why)
             if job.alter is not None:
                 places = np.flatnonzero(has_pixels).tolist()
@@ -128,11 +132,8 @@ def needs_actors(workers: int | None) -> bool:
         return workers > 1
     if "RAY_ADDRESS" in os.environ or torch.cuda.device_count() > 1:
         return True
-    if "ray" not in sys.modules:
-        return False
-    import ray
-
-    return ray.is_initialized()
+    ray = sys.modules.get("ray")
+    return bool(ray and ray.is_initialized())
 
 
 def numerics_of(workers: int | None, batch: int) -> Numerics:

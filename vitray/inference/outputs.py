@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from tempfile import TemporaryFile, gettempdir
-from typing import Literal, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -187,13 +187,22 @@ def _empty(rows: int, width: int) -> np.ndarray:
         return np.empty((rows, width), np.float32)
     with TemporaryFile() as file:
         try:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk would kill the process at a later write
+            _allocate(file, size)  # a full disk would kill the process at a later write
         except OSError as error:
             wanted = f"{size / 2**30:.1f} GiB for the outputs of {rows:,} images"
             raise ConfigError(
                 f"TMPDIR: {gettempdir()}: {error.strerror}; expected {wanted}, or another folder"
             ) from None
         return np.memmap(file, np.float32, "r+", shape=(rows, width))
+
+
+def _allocate(file: IO[bytes], size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    for at in range(0, size, 2**24):  # macOS
+        file.write(bytes(min(2**24, size - at)))
+    file.flush()
 
 
 def _matrix(column: pa.ChunkedArray) -> np.ndarray:

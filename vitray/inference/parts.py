@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vitray.data.augment.views import usable
 from vitray.data.shards.manifest import shard_errors
 from vitray.data.shards.tables import read_table
 from vitray.errors import ConfigError, RunError
@@ -55,21 +54,21 @@ def load_networks(plan: Plan) -> "Networks":
     return Networks(plan.networks, plan.wanted, plan.numerics)
 
 
-def predict_batch(
-    plan: Plan, networks: "Networks", views: Sequence[np.ndarray], reasons: Sequence[str | None]
-) -> pa.Table:
+def predict_batch(plan: Plan, networks: "Networks", views: Sequence[np.ndarray], has_pixels: np.ndarray) -> pa.Table:
     """Return the columns of all networks for a batch of each view, null where an image has no pixels.
 
     Compiled networks see the whole batch with its padding, of one shape. The last part has fewer batches than the
     others.
     """
-    if not reasons:
+    if not len(has_pixels):
         return pa.table({})
-    rows = slice(None) if plan.options.compile else slice(len(reasons))
-    outputs, has_pixels = networks.outputs([view_BHWC[rows] for view_BHWC in views]), usable(reasons)
+    rows = slice(None) if plan.options.compile else slice(len(has_pixels))
+    outputs = networks.outputs([view_BHWC[rows] for view_BHWC in views])
     columns: dict[str, pa.Array] = {}
     for spec in plan.networks:
-        values = {name: value[: len(reasons)].float().cpu()[has_pixels] for name, value in outputs[spec.name].items()}
+        values = {
+            name: value[: len(has_pixels)].float().cpu()[has_pixels] for name, value in outputs[spec.name].items()
+        }
         prefix = f"{spec.name}/" if len(plan.networks) > 1 else ""
         for name, array in arrays_of(plan.options, spec, values).items():
             columns[prefix + name] = _lists(array, has_pixels)

@@ -19,6 +19,7 @@ from ray.data import ActorPoolStrategy
 from ray.exceptions import RayError
 
 import vitray.data.stream.ray_reader  # quiets the log of Ray Data  # noqa: F401
+from vitray.data.augment.views import usable
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.inference.listing import SCHEMA
 from vitray.inference.parts import load_networks, predict_batch, write_part
@@ -141,7 +142,7 @@ class _Predictor:
     def __call__(self, row: Row) -> Row:
         reasons = json.loads(str(row["reasons"][0]))
         views = [row[f"view{number}"][0] for number in range(sum(name.startswith("view") for name in row))]
-        table = predict_batch(self._plan, self._networks, views, reasons)
+        table = predict_batch(self._plan, self._networks, views, usable(reasons))
         with pa.ipc.new_stream(content := io.BytesIO(), table.schema) as stream:
             stream.write_table(table)
         outputs = np.array([content.getvalue()], object)

@@ -21,6 +21,8 @@ FORMAT = 1
 PLAN, RESULT, PARTS = "plan.json", "predictions.json", "parts"
 TOP_K = 5
 BATCH = 64
+# Most compute threads of a plan that is read.
+MOST_THREADS = 1024
 # Images of a part: a kill costs at most the parts under way.
 PART = 1024
 
@@ -51,6 +53,8 @@ class Plan(NamedTuple):
     options: Options
     out: str
     device: Literal["cpu", "cuda"] = "cpu"
+    threads: int = 1
+    """Compute threads of a process on a CPU."""
 
     @property
     def wanted(self) -> Wanted:
@@ -61,7 +65,7 @@ class Plan(NamedTuple):
     @property
     def numerics(self) -> Numerics:
         """How the networks compute."""
-        return Numerics(self.device, 1, self.options.batch, self.options.compile)
+        return Numerics(self.device, self.threads, self.options.batch, self.options.compile)
 
     @property
     def batches(self) -> int:
@@ -163,7 +167,7 @@ def column_widths(plan: Plan) -> dict[str, int]:
 
 
 def open_plan(plan: Plan) -> Plan:
-    """Return the plan with the device of an earlier command; refuse a folder with another plan."""
+    """Return the plan with the device and the threads of an earlier command; refuse a folder with another plan."""
     url = storage.join(plan.out, PLAN)
     if not storage.exists(url):
         if names := storage.list_files(storage.join(plan.out, PARTS)):
@@ -172,6 +176,8 @@ def open_plan(plan: Plan) -> Plan:
     stored = storage.read_json(url)
     if isinstance(stored, dict) and stored.get("device") in ("cpu", "cuda"):
         plan = plan._replace(device=stored["device"])
+    if isinstance(stored, dict) and type(stored.get("threads")) is int and 1 <= stored["threads"] <= MOST_THREADS:
+        plan = plan._replace(threads=stored["threads"])
     check_same(plan, stored, url)
     return plan
 

@@ -3,17 +3,22 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, TextIO
+
+import torch
 
 from vitray.cluster import session
 from vitray.cluster.storage_check import check_writable
 from vitray.data.shards.ray_tasks import ProgressLine
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, RunError
+from vitray.inference.engine import Job, needs_actors, numerics_of, run_job
 from vitray.inference.listing import ImageList, check_some_decode, list_images
 from vitray.inference.models import describe_network
 from vitray.inference.network_spec import NetworkSpec
-from vitray.inference.parts import Counts, Lines, count_images, print_part
+from vitray.inference.parts import Counts, Lines, count_images, predict_batch, print_part, write_part
 from vitray.inference.plan import (
     PLAN,
     RESULT,
@@ -39,7 +44,8 @@ class Request(NamedTuple):
     splits: Sequence[str] = ()
     """Of a dataset of ours; none for all."""
     workers: tuple[int, int] | None = None
-    """The bounds of the pool of actors; None is one to all GPUs, or to all CPUs but one."""
+    """The bounds of the pool of actors on Ray. None is one to all GPUs, or to all CPUs but one, on a cluster and where
+    there are several GPUs; otherwise this process computes, without Ray."""
     precision: str | None = None
     """None is that of each network's run."""
     follow: Lines | None = None
@@ -73,10 +79,11 @@ def predict(request: Request, to: TextIO | None = None) -> Prediction:
     if missing:
         check_some_decode(plan.images)
         check_writable(plan.out)
-        with session.ray_session():
-            plan = _placed(plan)
+        is_here = request.workers is None and not needs_actors(None)
+        with nullcontext() if is_here else session.ray_session():
+            plan = _placed(plan, is_here)
             began = time.monotonic()
-            speed = _compute(plan, missing, request, to or sys.stdout) / (time.monotonic() - began)
+            speed = _compute(plan, missing, request, is_here, to or sys.stdout) / (time.monotonic() - began)
     elif request.follow:
         for part in range(plan.parts):
             print_part(plan, part, request.follow, to or sys.stdout)
@@ -123,28 +130,24 @@ def _note(images: ImageList) -> None:
         print(f"vitray: {images.repeated:,} images repeat the key of an earlier one, and are left out", file=sys.stderr)
 
 
-def _placed(plan: Plan) -> Plan:
+def _placed(plan: Plan, is_here: bool) -> Plan:
     """Write the plan unless it exists, and return it with its device: the existing one's, or else the GPUs, if any."""
-    import ray
-
     if not storage.exists(storage.join(plan.out, PLAN)):
-        plan = plan._replace(device="cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu")
+        numerics = numerics_of(1 if is_here else None, plan.options.batch)
+        plan = plan._replace(device=numerics.device, threads=numerics.threads)
         write_plan(plan)
     # Another command may have written its plan meanwhile: another one is refused, an equal one sets the device.
     return open_plan(plan)
 
 
-def _compute(plan: Plan, missing: Sequence[int], request: Request, to: TextIO) -> int:
+def _compute(plan: Plan, missing: Sequence[int], request: Request, is_here: bool, to: TextIO) -> int:
     """Compute the missing parts, and print all in order if asked; return the number of images computed."""
-    from vitray.inference.pipeline import Bounds, compute_parts, pool_bounds
-
-    bounds = pool_bounds(Bounds(*request.workers) if request.workers else None, plan.device)
     sizes = {part: plan.span(part, plan.batches - 1)[1] - plan.span(part, 0)[0] for part in missing}
     total = sum(sizes.values())
     if total < len(plan.images):
         print(f"{len(plan.images) - total:,} of {len(plan.images):,} images are done already", file=sys.stderr)
     progress = ProgressLine("predict:", total)
-    written = compute_parts(plan, missing, bounds)
+    written = _compute_here(plan, missing) if is_here else _compute_on_ray(plan, missing, request.workers)
     for part in range(plan.parts) if request.follow else missing:
         if part in sizes:
             done = next(written)
@@ -155,6 +158,23 @@ def _compute(plan: Plan, missing: Sequence[int], request: Request, to: TextIO) -
             print_part(plan, part, request.follow, to)
     progress.end()
     return total
+
+
+def _compute_here(plan: Plan, parts: Sequence[int]) -> Iterator[int]:
+    """Compute and write some parts in this process; yield each as it is written."""
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        raise RunError("this machine has no GPU; expected one, as at the first command, or another OUT")
+    job = Job(plan.images, plan.networks, partial(predict_batch, plan), plan.numerics, plan.wanted)
+    spans = [(plan.span(part, 0)[0], plan.span(part, plan.batches - 1)[1]) for part in parts]
+    for part, chunk in zip(parts, run_job(job, spans, workers=1), strict=True):
+        write_part(plan, part, chunk.values, chunk.reasons)
+        yield part
+
+
+def _compute_on_ray(plan: Plan, parts: Sequence[int], workers: tuple[int, int] | None) -> Iterator[int]:
+    from vitray.inference.pipeline import Bounds, compute_parts, pool_bounds
+
+    return compute_parts(plan, parts, pool_bounds(Bounds(*workers) if workers else None, plan.device))
 
 
 def _result(plan: Plan, counts: Counts) -> dict[str, Any]:

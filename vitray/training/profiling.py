@@ -1,6 +1,7 @@
 """Costs of a network: latency, memory, and arithmetic relative to the device's peak."""
 
 import resource
+import sys
 import time
 
 import torch
@@ -51,7 +52,8 @@ def _peak_memory(device: torch.device) -> float:
     if device.type == "cuda":
         peak = float(torch.cuda.max_memory_reserved(device))
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # Linux counts in KiB
+        unit = 1.0 if sys.platform == "darwin" else 1024.0  # Linux counts in KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     highest = torch.tensor(peak, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(highest, dist.ReduceOp.MAX)
