@@ -1,6 +1,7 @@
 """vitray train RECIPE [setting=value ...]: train on the cluster at RAY_ADDRESS, or on this machine."""
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -27,6 +28,9 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--out", default="runs", help="folder of all runs, or s3:// (default: %(default)s)")
     naming.add_argument("--resume", metavar="NAME", help="resume the run of this name, without a recipe")
     parser.add_argument("--fork", metavar="NAME", help="start from the last weights of that run")
+    parser.add_argument(
+        "--here", action="store_true", help="train in this process, or in those of torchrun, without Ray"
+    )
     parser.add_argument(
         "--show", action="store_true", help="print all settings as YAML, those of an extended recipe too"
     )
@@ -61,8 +65,13 @@ def main(args: list[str]) -> dict[str, Any]:
         check_storage(options.out)
         print(plan_text(resolved), file=sys.stderr)
         return plan_of(resolved)
-    print(f"vitray: {name}: checking data, weights and storage", file=sys.stderr, flush=True)
-    return train(run, name, options.out, fork=options.fork)._asdict()
+    leads = not options.here or os.environ.get("RANK", "0") == "0"
+    if leads:
+        print(f"vitray: {name}: checking data, weights and storage", file=sys.stderr, flush=True)
+    outcome = train(run, name, options.out, fork=options.fork, here=options.here)
+    if not leads:
+        raise SystemExit(0)  # one process prints the result
+    return outcome._asdict()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from vitray.runs import failures
-from vitray.runs.worker_mailbox import Mailbox
+from vitray.runs.train_on_ray import RayMailbox
 from vitray.training.messages import Heartbeat
 
 WAITED = "the others waited at the computation of step 415"
@@ -88,7 +88,7 @@ def test_workers_of_an_earlier_larger_group_are_not_named():
 @pytest.mark.ray
 def test_only_a_time_out_is_reported(ray_cluster, monkeypatch):
     monkeypatch.setattr(failures, "SETTLE_SECONDS", 0)
-    mailbox = Mailbox.remote()
+    mailbox = RayMailbox().actor
     report = failures.HangReport(mailbox, timeout=600)
     for heartbeat, _ in [*beats(at(415), at(2)), *beats(at(415, failed=True), at(412))]:  # the last ones count
         ray.get(mailbox.beat.remote(heartbeat))

@@ -25,12 +25,12 @@ from vitray.config import load_run
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError, RunError
 from vitray.metrics.scores import Mistake, Score
-from vitray.runs import failures, worker_mailbox
+from vitray.runs import worker_mailbox
 from vitray.runs.train import train
-from vitray.runs.worker_mailbox import Mailbox
+from vitray.runs.train_on_ray import RayMailbox
 from vitray.system import storage
 from vitray.system.lease import own_folder
-from vitray.training import checkpoints
+from vitray.training import checkpoints, host
 from vitray.training.evaluator import evaluation_message
 from vitray.weights import load_model
 
@@ -253,7 +253,7 @@ def scores(run_id, key):
 
 @pytest.mark.slow
 def test_a_worker_that_the_others_wait_for_is_named(place, monkeypatch):
-    monkeypatch.setattr(failures, "COLLECTIVE_SECONDS", 15)
+    monkeypatch.setattr(host, "COLLECTIVE_SECONDS", 15)
     stopped = []
 
     def stop_one(run_dir):
@@ -394,7 +394,7 @@ def test_the_loss_of_the_local_ray_is_one_message_and_the_run_has_failed(place):
 
 
 def test_the_mailbox_imports_nothing_heavy(ray_cluster):
-    mailbox, mistake = Mailbox.remote(), Mistake(1, 2, 3, 0.5)
+    mailbox, mistake = RayMailbox().actor, Mistake(1, 2, 3, 0.5)
     mailbox.put.remote(evaluation_message(Score(3, 0.5, confusion=np.eye(2), mistakes=[mistake])))
     (evaluation,) = ray.get(mailbox.take.remote())
     assert np.array_equal(evaluation.confusion, np.eye(2))

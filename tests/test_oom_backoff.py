@@ -13,7 +13,8 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.runs import failures
 from vitray.runs.failures import CONTROLLER
-from vitray.runs.worker_mailbox import Mailbox, MailboxLost
+from vitray.runs.train_on_ray import RayMailbox
+from vitray.runs.worker_mailbox import MailboxLost
 
 # The beginning of the message of Ray 2.60.
 KILLED = (
@@ -24,7 +25,7 @@ KILLED = (
 
 @pytest.fixture
 def mailbox(ray_cluster):
-    return Mailbox.remote()
+    return RayMailbox().actor
 
 
 @pytest.fixture

@@ -140,6 +140,8 @@ def check_command(words: list[str]) -> None:
     match program.removeprefix(".venv/bin/"):
         case "vitray":
             check_vitray(args)
+        case "torchrun":
+            check_vitray(args[args.index("vitray") + 1 :])
         case "make":
             targets = [arg for arg in args if "=" not in arg]
             assert all(re.search(rf"^{target}:", Path("Makefile").read_text(), re.MULTILINE) for target in targets)

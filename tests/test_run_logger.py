@@ -21,7 +21,7 @@ def logger():
     logger.lines, logger.decided = [], []
     logger.console, logger._notes = SimpleNamespace(line=logger.lines.append), deque()
     logger._tracker = SimpleNamespace(metrics=failing, tag=failing)
-    logger.mailbox = SimpleNamespace(decide=SimpleNamespace(remote=lambda *answer: logger.decided.append(answer)))
+    logger._inbox = SimpleNamespace(decide=lambda *answer: logger.decided.append(answer))
     logger.hook = SimpleNamespace(should_stop=lambda *_: True)
     logger._resolved = SimpleNamespace(length=Length(9, 0, 9))
     return logger

@@ -48,7 +48,7 @@ ORDER += ["prediction.md", "export.md", "serving.md", "formats.md", "results.md"
 # Verbs that need a cluster, serve, train or measure for minutes: test_wheel, test_jobs, test_doctor, test_ui,
 # test_serve_http and test_bench_* run them.
 ELSEWHERE = {"demo", "submit", "jobs", "stop", "doctor", "ui", "bench", "serve"}
-NOT_RUN = UNCHECKED | {"make", "mlflow"}
+NOT_RUN = UNCHECKED | {"make", "mlflow", "torchrun"}
 
 # Settings in place of those of a command, {setting: value}; all others are as the page has them.
 RUN = {

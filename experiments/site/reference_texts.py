@@ -42,6 +42,8 @@ VARIABLES = {
     "AWS_PROFILE": "profile of `~/.aws/config` in place of a key; not sent with a job",
     "GLOO_SOCKET_IFNAME": "network interface of the workers on CPUs; `vitray doctor` checks it on each node",
     "NCCL_SOCKET_IFNAME": "network interface of the workers on GPUs, set at `ray start` like the one before",
+    "OMP_NUM_THREADS": "compute threads of `evaluate`, `inspect` and `predict` where they compute in their own process;"
+    " in processes that decode, vitray sets 1",
     "RAY_health_check_period_ms": "milliseconds between two checks of a node; set by the cluster files",
     "RAY_health_check_timeout_ms": "timeout of such a check; after five failures Ray counts the node as dead",
     "RAY_grpc_client_keepalive_time_ms": "milliseconds of silence until a connection is checked; set by the cluster"

@@ -103,9 +103,6 @@ def _death(failure: BaseException) -> str | None:
 
 # ---- hangs: workers that the others waited for until a collective operation timed out --------------------------------
 
-# Seconds that a worker waits for the others in a collective operation. Rank 0 may wait 17 minutes for a storage that is
-# away before it gives up: six tries to write a checkpoint, of 140 seconds each, and the pauses between them.
-COLLECTIVE_SECONDS = 1800
 # Seconds after the first worker's time-out in which the others report theirs.
 SETTLE_SECONDS = 3.0
 # Seconds without a heartbeat after which a worker counts as silent: several heartbeats are missing.

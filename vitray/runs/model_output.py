@@ -18,6 +18,7 @@ from vitray.runs.run_dir import OUTCOME, RUN_META, run_dataset, stored_run
 from vitray.system import storage
 from vitray.training import checkpoints
 from vitray.training.probes import network_weights, probe_weights, read_probe_images
+from vitray.training.resolved import ResolvedRun
 from vitray.weights import SavedModel, save_model, save_tokenizer
 from vitray.weights.addresses import resolve_uri
 from vitray.weights.freezing import prepare
@@ -29,6 +30,13 @@ _CHECKPOINT = re.compile(r"(.+)/checkpoints/step-\d+/?")
 def last_weights(run_dir: str) -> dict[str, Tensor]:
     """Return the task's weights at the last checkpoint, averaged where the run averages."""
     return _weights_at(run_dir, checkpoints.complete_steps(run_dir)[-1])
+
+
+def initial_weights(resolved: ResolvedRun, source: str | None) -> dict[str, Tensor] | None:
+    """Return the task's weights at the start of a run, or of a fork of the run in folder `source`; None draws them."""
+    if resolved.initial:
+        return resolved.initial.task_state
+    return last_weights(source) if source else None
 
 
 def save_weights(run: Run, run_dir: str, classes: Sequence[str], start: InitialWeights | None) -> SavedModel:

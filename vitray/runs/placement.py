@@ -34,6 +34,8 @@ class Placement(NamedTuple):
     """GPUs of the process that computes evaluate.probes and evaluate.figures; 0 is a CPU."""
     data_cpus: int | None = None
     """Most CPUs of one execution that decodes images; None is all."""
+    is_here: bool = False
+    """Whether the workers are this process, or those of torchrun, without Ray."""
 
 
 def start_attempts() -> int:

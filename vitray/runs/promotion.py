@@ -103,10 +103,10 @@ def promote(request: PromotionRequest) -> Promotion:
     raise RunError(f"{candidate.name}@{alias}: its version changed {ATTEMPTS} times during the comparison; try again")
 
 
-def promote_finished(run_dir: str, data: str) -> str:
+def promote_finished(run_dir: str, data: str, workers: int | None = None) -> str:
     """Promote the version that a finished run has registered, and return the result in words, also of a failure."""
     try:
-        promotion = promote(PromotionRequest(run_dir, data, out=storage.join(run_dir, "promotion")))
+        promotion = promote(PromotionRequest(run_dir, data, out=storage.join(run_dir, "promotion"), workers=workers))
         text = promotion.sentence()
         facts = {"promotion": text} | ({"page": promotion.page} if promotion.page else {})
     except Exception as error:  # the run is finished, and stays so

@@ -26,7 +26,7 @@ from vitray.system.host_facts import SystemSampler
 from vitray.system.lease import check_owner, check_visible
 from vitray.training.data import evaluation_spec
 from vitray.training.evaluator import score_networks
-from vitray.training.host import Job, Notice
+from vitray.training.host import PROGRESS_SECONDS, Job, Notice
 from vitray.training.loop import train_loop
 from vitray.training.messages import Activity, Heartbeat, Message, Metrics, StepDone, WorkerResult
 from vitray.training.prober import ProbeProcess
@@ -35,8 +35,8 @@ from vitray.training.resolved import ResolvedRun
 # A worker's environment on any node. Ray Data's usage statistics would start another process, and its counters, which
 # die with their node, would log errors.
 ENVIRONMENT = {"RAY_DATA_USAGE_DISABLED": "1", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
-# Seconds between two reports of the steps done, and between two heartbeats.
-PROGRESS_SECONDS, BEAT_SECONDS = 1.0, 5.0
+# Seconds between two heartbeats.
+BEAT_SECONDS = 5.0
 # Restarts of the process of probes after it or its node was lost.
 RESTARTS = 3
 

@@ -8,12 +8,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple, Protocol, assert_never
 
 import numpy as np
-import ray
-from ray.exceptions import RayActorError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vitray.cluster import local_ray
 from vitray.config.training import Data
@@ -36,7 +33,6 @@ from vitray.runs.run_summary import (
     placement_block,
     run_datasets,
 )
-from vitray.runs.worker_mailbox import Mailbox
 from vitray.system import host_facts, storage
 from vitray.tracking.lineage import ModelScores
 from vitray.tracking.tracker import TrackedRun, Tracker
@@ -95,8 +91,8 @@ class BestCheckpoint:
 class WaitWarning:
     """Whether to warn: once in a run, at its first large data-wait share."""
 
-    def __init__(self, data: Data, has_gpu: bool) -> None:
-        self._data, self._has_gpu = data, has_gpu
+    def __init__(self, data: Data, has_gpu: bool, is_here: bool = False) -> None:
+        self._remedy = best_remedy(data, has_gpu, is_here)
         self._is_warm, self._is_done = False, False
 
     def restart(self) -> None:
@@ -109,19 +105,32 @@ class WaitWarning:
         if not is_warm or self._is_done or share <= WARNING_SHARE:
             return None
         self._is_done = True
-        remedy = best_remedy(self._data, self._has_gpu)
-        return f"training waits for images {share:.0%} of the time: {remedy}; docs/faq.md#data-wait"
+        return f"training waits for images {share:.0%} of the time: {self._remedy}; docs/faq.md#data-wait"
 
 
-def best_remedy(data: Data, has_gpu: bool) -> str:
+def best_remedy(data: Data, has_gpu: bool, is_here: bool = False) -> str:
     """Return the setting that lowers the CPU time of an image most, of those that change no pixel."""
     augment = data.augment
     is_costly = augment.policy.kind != "none" or augment.jitter > 0
     if has_gpu and is_costly and augment.resolved(has_gpu).on == "tasks":
         return "set data.augment.on=device"
+    if is_here:
+        return "train on Ray, which decodes on all CPUs of a cluster and can keep decoded pixels"
     if data.cache == "none":
         return "set data.cache=decoded, if the pixels fit into Ray's object store"
     return "add CPUs to the cluster"
+
+
+class Inbox(Protocol):
+    """The workers' messages, and the way back to them."""
+
+    def take(self) -> list[messages.Message]:
+        """Return all messages since the last call."""
+        ...
+
+    def decide(self, step: int, stop: bool) -> None:
+        """Tell the workers whether training stops early after the evaluation of a step."""
+        ...
 
 
 class RunLogger:
@@ -132,25 +141,25 @@ class RunLogger:
         resolved: ResolvedRun,
         folder: RunFolder,
         placement: Placement,
+        inbox: Inbox,
         console: Console,
         called: float,
         hook: TrialHook | None = None,
     ) -> None:
         """`called` is the time of the call of `train`, on the monotonic clock."""
-        self._resolved, self._run, self._folder, self._placement = resolved, resolved.run, folder, placement
+        self._resolved, self._run, self._folder = resolved, resolved.run, folder
+        self._placement, self._inbox = placement, inbox
         self.console, self._called, self.hook = console, called, hook
         self._progress = RunConsole(resolved, console)
-        self._stages: dict[str, float] = {"ray": time.monotonic() - called}
+        self._stages: dict[str, float] = {}
         self._history: dict[str, list[tuple[int, float]]] = {}
         self._tagged: dict[str, float] = {}
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._device = "CPU"
         self._best = BestCheckpoint()
-        self._wait_warning = WaitWarning(resolved.run.data, placement.use_gpu)
+        self._wait_warning = WaitWarning(resolved.run.data, placement.use_gpu, placement.is_here)
         self._has_pictures = False
         self._datasets = run_datasets(resolved)
-        self.mailbox: Any = None
-        self.replace_mailbox()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="run-logger", daemon=True)
         self._tracker = self._begin_tracking()
@@ -179,10 +188,9 @@ class RunLogger:
             tracker.text("audit.md", audit_table(initial.audit))
         return tracker
 
-    def replace_mailbox(self) -> None:
-        """Start a mailbox on this node, the first one or in place of a dead one."""
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self.mailbox = Mailbox.options(scheduling_strategy=here).remote()  # pyright: ignore[reportAttributeAccessIssue]
+    def reached(self, stage: str) -> None:
+        """Note the time of a stage of the start, the first time that it is reached."""
+        self._stages.setdefault(stage, time.monotonic() - self._called)
 
     def __enter__(self) -> "RunLogger":
         self._tracker.__enter__()
@@ -193,7 +201,8 @@ class RunLogger:
     def __exit__(self, *error: Any) -> None:
         self._stop_thread()
         if isinstance(error[1], KeyboardInterrupt | SystemExit):
-            resume = resume_command(self._folder.name, self._folder.url)
+            here = " --here" if self._placement.is_here else ""
+            resume = f"{resume_command(self._folder.name, self._folder.url)}{here}"
             self.console.line(f"  stopped; `{resume}` continues from the last checkpoint")
         self._tracker.__exit__(*error)
 
@@ -287,7 +296,7 @@ class RunLogger:
         is_last = False
         while not is_last:  # after the stop, the last messages are fetched
             is_last = self._stopped.wait(0.25)
-            for message in self._take():
+            for message in self._inbox.take():
                 self._guarded(partial(self._log, message))
 
     def _guarded(self, log: Callable[[], None]) -> None:
@@ -304,12 +313,6 @@ class RunLogger:
         sheet = sample_sheet(self._resolved.dataset, data.train, data.augment, shape)
         self._tracker.figure("augmented.png", sheet)
 
-    def _take(self) -> list[messages.Message]:
-        try:
-            return ray.get(self.mailbox.take.remote())
-        except RayActorError:  # training then fails, too, and starts again with another mailbox
-            return []
-
     def _stop_thread(self) -> None:
         self._stopped.set()
         if self._thread.is_alive() and not local_ray.is_lost():  # the mailbox is lost with it
@@ -318,7 +321,7 @@ class RunLogger:
     def _log(self, message: messages.Message) -> None:
         match message:
             case messages.WorkersStarted(device=device, workers=workers):
-                self._stages.setdefault("workers", time.monotonic() - self._called)  # of the first group only
+                self.reached("workers")
                 self._device = device
                 self.console.line(f"  {workers} worker{'s' * (workers != 1)} on {device}")
             case messages.Resumed(step=step, workers=workers):
@@ -384,7 +387,7 @@ class RunLogger:
         try:
             stop = hook.should_stop(step, self._resolved.length.total, values)
         finally:
-            self.mailbox.decide.remote(step, stop)
+            self._inbox.decide(step, stop)
 
     def _log_best(self, best: Best | None) -> None:
         if best is None:
@@ -397,7 +400,7 @@ class RunLogger:
         """Log the duration of the start, once after the first step."""
         if "first step" in self._stages:
             return
-        self._stages["first step"] = time.monotonic() - self._called
+        self.reached("first step")
         for stage, seconds in self._stages.items():
             self._tracker.tag(f"start/{stage.replace(' ', '_')}_seconds", f"{seconds:.2f}")
 

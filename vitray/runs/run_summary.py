@@ -57,21 +57,26 @@ def placement_block(resolved: ResolvedRun, placement: Placement) -> dict[str, st
     passes, sizes = num_passes(run, highest), share_sizes(batch, highest)
     parts = [part.stop - part.start for part in micro_batches(max(sizes), passes, run)]
     most = "" if highest * passes * parts[0] == batch else "up to "
+    device = "GPU" if placement.use_gpu else "CPU"
+    if placement.is_here:
+        where = "this process" if highest == 1 else "processes of torchrun"
+        own = f"on {device}, {where}" + f", {placement.threads} compute threads" * (not placement.use_gpu)
+    else:
+        own = f"on {device}, each with {placement.cpus:g} CPU{'s' * (placement.cpus != 1)}"
     facts = {
-        "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPU"
-        + "s" * (placement.cpus != 1),
+        "workers": f"{workers} {own}",
         "batch": f"{batch} = {highest} worker{'s' * (highest != 1)} x {most}{max(parts)} images"
         + (f" x {passes} passes" if passes > 1 else ""),
         "augment": _describe_augmentation(run, placement),
     }
-    where = f"on {'a spare GPU' if placement.probe_gpus else 'one CPU'} beside the workers"
+    beside = f"on {'a spare GPU' if placement.probe_gpus else 'one CPU'} beside the workers"
     if run.evaluate.probes:
-        facts["probes"] = f"{', '.join(run.evaluate.probes)} of {run.evaluate.probe_images:,} images, {where}"
+        facts["probes"] = f"{', '.join(run.evaluate.probes)} of {run.evaluate.probe_images:,} images, {beside}"
     if (least := resolved.few_shot_least) is not None:
         shots = ", ".join(map(str, shots_within(least)))
         facts["probes"] += f"; few_shot of {shots}, as the smallest class has {least:,}"
     if run.evaluate.figures:
-        facts["figures"] = f"{', '.join(run.evaluate.figures)} of {run.evaluate.examples:,} images, {where}"
+        facts["figures"] = f"{', '.join(run.evaluate.figures)} of {run.evaluate.examples:,} images, {beside}"
     return facts
 
 

@@ -23,7 +23,7 @@ class GracefulShutdown:
 
     def __init__(self, requested: threading.Event | None = None, check: Callable[[], None] = lambda: None) -> None:
         """`requested` is set by a signal or by the sweep; `check` is called while training runs, and may raise."""
-        self._check = check
+        self.check = check
         self._requested = requested or threading.Event()
         self._signal, self._signaled, self._is_waiting = signal.SIGTERM, float("-inf"), False
 
@@ -31,6 +31,10 @@ class GracefulShutdown:
     def error(self) -> BaseException:
         """The exception that an interrupted run ends with."""
         return KeyboardInterrupt() if self._signal == signal.SIGINT else SystemExit(128 + self._signal)
+
+    def is_requested(self) -> bool:
+        """Whether training should save and stop."""
+        return self._requested.is_set()
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
@@ -59,16 +63,25 @@ class GracefulShutdown:
         if is_second or not self._is_waiting:
             raise self.error
 
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Within the block the first signal only sets the request."""
+        self._is_waiting = True
+        try:
+            yield
+        finally:
+            self._is_waiting = False
+
     def wait_for(self, fit: Callable[[], Any], mailbox: Any) -> Any:
         """Run `fit` in a thread and return its result; on a stop request, ask the workers to end.
 
         Ray installs a signal handler in the main thread that would kill the workers at once.
         """
         result = in_thread(fit)
-        deadline, self._is_waiting = float("inf"), True
-        try:
+        deadline = float("inf")
+        with self.postponed():
             while not wait([result], timeout=0.2).done:
-                self._check()
+                self.check()
                 if local_ray.is_lost():
                     raise self.error if self._requested.is_set() else RunError(local_ray.LOST)
                 if self._requested.is_set() and deadline == float("inf"):
@@ -76,6 +89,4 @@ class GracefulShutdown:
                     deadline = time.monotonic() + SAVE_SECONDS
                 if time.monotonic() > deadline:
                     raise self.error
-        finally:
-            self._is_waiting = False
         return result.result()

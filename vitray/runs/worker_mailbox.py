@@ -1,8 +1,7 @@
-"""The mailbox between workers and driver; its process must load nothing heavy."""
+"""The mailbox between workers and driver, in this process or as an actor; a light module, which an actor imports."""
 
 import time
-
-import ray
+from collections import deque
 
 from vitray.errors import ConfigError, OwnershipLost
 from vitray.training.messages import Heartbeat, Message
@@ -15,12 +14,11 @@ class MailboxLost(Exception):  # noqa: N818 (as OwnershipLost)
     """Training failed, and the mailbox had died."""
 
 
-@ray.remote(num_cpus=0)
 class Mailbox:
-    """An actor that holds the workers' messages until the driver fetches them, and the driver's answers."""
+    """Holds the workers' messages until the driver fetches them, and the driver's answers."""
 
     def __init__(self) -> None:
-        self._messages: list[Message] = []
+        self._messages: deque[Message] = deque()  # without Ray, several threads use it
         self._decisions: dict[int, bool] = {}
         self._is_stop_requested = False
         self._fatal_error: ConfigError | OwnershipLost | None = None
@@ -33,8 +31,7 @@ class Mailbox:
 
     def take(self) -> list[Message]:
         """Return all messages since the last call."""
-        messages, self._messages = self._messages, []
-        return messages
+        return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def decide(self, step: int, stop: bool) -> None:
         """Record whether training stops early after the evaluation of a step."""

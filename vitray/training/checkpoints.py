@@ -23,7 +23,7 @@ from vitray.errors import ConfigError
 from vitray.system import storage
 from vitray.system.storage import scratch_folder
 
-META, FORMAT = "checkpoint.json", 2
+META, FORMAT = "checkpoint.json", 3
 # Seconds between tries while training goes on. An outage of some minutes delays a checkpoint; it does not end the run.
 RETRY_PAUSES = (1, 5, 20, 60, 120)
 
@@ -251,6 +251,10 @@ class Saver:
         self._raise()
         self._places.acquire()
         self._waiting.put((copy_to_host(checkpoint), protected))
+
+    def abandon(self) -> None:
+        """Let the thread end after the checkpoints that wait, without waiting for it."""
+        self._waiting.put(None)
 
     def close(self) -> None:
         """Wait until all checkpoints are written."""

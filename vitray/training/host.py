@@ -1,4 +1,7 @@
-"""The platform that the training loop runs on, as the loop sees it. Ray Train is one: runs/ray_host.py."""
+"""The platform that the training loop runs on, as the loop sees it.
+
+Ray Train is one (runs/ray_host.py), the process that was called is the other (runs/local_host.py).
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -10,6 +13,12 @@ from torch import Tensor
 from vitray.data.stream.batches import StreamSpec
 from vitray.data.stream.stream import Stream
 from vitray.training.messages import Activity, Message
+
+# Seconds that a worker waits for the others in a collective operation. Rank 0 may wait 17 minutes for a storage that is
+# away before it gives up: six tries to write a checkpoint, of 140 seconds each, and the pauses between them.
+COLLECTIVE_SECONDS = 1800
+# Seconds between two reports of the steps done.
+PROGRESS_SECONDS = 1.0
 
 
 class Notice(NamedTuple):
@@ -26,7 +35,7 @@ class Job(Protocol):
         """Wait for the result, and raise the error of a job that failed."""
         ...
 
-    def cancel(self) -> None:
+    def cancel(self) -> Any:
         """End the job; nobody waits for its result."""
         ...
 

@@ -17,7 +17,7 @@ from vitray.tasks.build import Task, build_task, recompute_activations
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Checkpoint
 from vitray.training.host import Host
-from vitray.training.messages import Metrics, Resumed
+from vitray.training.messages import Metrics, Note, Resumed
 from vitray.training.optim import Average, build_optimizer, match_layout
 from vitray.training.state import TrainState
 
@@ -86,6 +86,7 @@ def checkpoint_of(run: Run, learner: Learner, state: TrainState, share: Share) -
         "train_state": state.as_json(),
         "optimizer": rest,
         "workers": share.workers,
+        "threads": _threads(learner),
         "run": run.model_dump(mode="json"),
         "versions": host_facts.versions(),
     }
@@ -105,10 +106,19 @@ def resume(run_dir: str, learner: Learner, host: Host) -> TrainState:
     if learner.average is not None:
         learner.average.load(checkpoint.parts.pop("average"))
     host.send(Resumed(checkpoint.step, checkpoint.state["workers"]))
+    before, now = checkpoint.state["threads"], _threads(learner)
+    if before and now and before != now:
+        text = f"{now} compute threads, and {before} until step {checkpoint.step:,}: sums may round differently"
+        host.send(Note(f"{text}; compute.cpus={before} keeps them"))
     state = TrainState(**checkpoint.state["train_state"])
     for record in state.records:
         host.send(Metrics(record["step"], record["values"], is_repeated=True))
     return state
+
+
+def _threads(learner: Learner) -> int | None:
+    """Return the compute threads of this worker, which can change the last digits on a CPU; None on a GPU."""
+    return torch.get_num_threads() if next(learner.task.parameters()).device.type == "cpu" else None
 
 
 def rewind(run_dir: str, learner: Learner, host: Host, state: TrainState, broken: int) -> TrainState:

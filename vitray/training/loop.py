@@ -46,34 +46,34 @@ MEET_SECONDS = 5.0
 def train_loop(resolved: ResolvedRun, run_dir: str, host: Host) -> WorkerResult:
     """Take every step from the last checkpoint to the end."""
     worker, state = start_worker(resolved, run_dir, host)
-    progress = Progress.starting(worker, state)
-    run, total, triggers, ending = resolved.run, resolved.length.total, worker.triggers, None
-    while progress.state.step < total and ending is None:
-        train_step(worker, progress)
-        step = progress.state.step
-        is_check = step == progress.next_check
-        if step not in triggers and not is_check:
-            continue
-        meeting = meet(worker, progress, is_check)
-        broken = progress.state.first_broken(meeting.losses, run.guard.spike)
-        if broken is not None:
-            bad_step, loss = list(progress.unread)[broken], meeting.losses[broken]
-            progress.close()
-            text = describe_broken_loss(worker, bad_step, loss)
-            if run.guard.on_nan == "stop" or progress.state.rewinds >= run.guard.max_rewinds:
-                return WorkerResult("failed", bad_step, text)
-            progress = go_back(worker, progress.state, bad_step, text)
-            continue
-        record(worker, progress, meeting)
-        notice = host.notice() if is_check else None
-        if step in triggers or meeting.is_interrupted or notice is not None:
-            evaluate(worker, progress)
-            progress.since = time.perf_counter()
-            save(worker, progress, meeting, notice)
-            ending = decide(worker, progress, meeting, notice)
-        else:
-            progress.since = time.perf_counter()
-    return finish(worker, progress, ending or "finished")
+    progress, ending = Progress.starting(worker, state), None
+    try:
+        while progress.state.step < resolved.length.total and ending is None:
+            train_step(worker, progress)
+            step = progress.state.step
+            is_check = step == progress.next_check
+            if step not in worker.triggers and not is_check:
+                continue
+            meeting = meet(worker, progress, is_check)
+            if broken := find_broken(worker, progress, meeting):
+                progress.close()
+                if resolved.run.guard.on_nan == "stop" or progress.state.rewinds >= resolved.run.guard.max_rewinds:
+                    return WorkerResult("failed", *broken)
+                progress = go_back(worker, progress.state, *broken)
+                continue
+            record(worker, progress, meeting)
+            notice = host.notice() if is_check else None
+            if step in worker.triggers or meeting.is_interrupted or notice is not None:
+                evaluate(worker, progress)
+                progress.since = time.perf_counter()
+                save(worker, progress, meeting, notice)
+                ending = decide(worker, progress, meeting, notice)
+            else:
+                progress.since = time.perf_counter()
+        return finish(worker, progress, ending or "finished")
+    except BaseException:
+        progress.abandon()
+        raise
 
 
 # ---- what a worker works with ----------------------------------------------------------------------------------------
@@ -143,6 +143,12 @@ class Progress:
         self.batches.close()
         if self.saver:
             self.saver.close()
+
+    def abandon(self) -> None:
+        """Let the threads end without waiting for them: this process may go on after an error."""
+        self.batches.abandon()
+        if self.saver:
+            self.saver.abandon()
 
 
 def start_worker(resolved: ResolvedRun, run_dir: str, host: Host) -> tuple[Worker, TrainState]:
@@ -216,6 +222,15 @@ def meet(worker: Worker, progress: Progress, is_check: bool) -> Meeting:
         progress.next_check = state.step + interval
     losses = [loss if math.isfinite(norm) else norm for loss, norm in metrics]
     return Meeting(losses, metrics[-1][1] if metrics else 0.0, stops > 0)
+
+
+def find_broken(worker: Worker, progress: Progress, meeting: Meeting) -> tuple[int, str] | None:
+    """Return the first step since the last meeting whose loss is broken, and what is known of it; None without one."""
+    broken = progress.state.first_broken(meeting.losses, worker.resolved.run.guard.spike)
+    if broken is None:
+        return None
+    step = list(progress.unread)[broken]
+    return step, describe_broken_loss(worker, step, meeting.losses[broken])
 
 
 def go_back(worker: Worker, state: TrainState, bad_step: int, reason: str) -> Progress:

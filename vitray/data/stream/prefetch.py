@@ -69,6 +69,12 @@ class Prefetcher:
             except queue.Empty:
                 continue
 
+    def abandon(self) -> None:
+        """Let the thread end after the batch that it reads, without waiting for it or for other workers."""
+        self._limit = 0
+        while not self._ready.empty():  # so that there is room for that batch
+            self._ready.get()
+
     def _read(self, batches: Iterator[HostBatch]) -> None:
         try:
             while self._may_start() and (batch := next(batches, None)) is not None:

@@ -1,0 +1,191 @@
+"""A run in the process that was called, without Ray, or in the processes that torchrun has started.
+
+The first process leads: it owns the run folder and keeps the records. The others follow: they learn the folder from it,
+and everything else from the same command.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from vitray.cluster import session
+from vitray.config import Run
+from vitray.data.stream.local_reader import DecodeProcesses
+from vitray.errors import ConfigError
+from vitray.runs.local_host import LocalHost
+from vitray.runs.model_output import initial_weights
+from vitray.runs.placement import Placement, check_batch
+from vitray.runs.resolve import resolve
+from vitray.runs.run_dir import Outcome, RunFolder
+from vitray.runs.shutdown import GracefulShutdown
+from vitray.runs.worker_mailbox import Mailbox
+from vitray.training.host import COLLECTIVE_SECONDS
+from vitray.training.loop import train_loop
+from vitray.training.messages import WorkerResult
+from vitray.training.resolved import ResolvedRun
+
+# What torchrun, and other starters of processes, tell each of them.
+RANK, WORKERS, LOCAL_RANK, LOCAL_WORKERS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+LAUNCH = "torchrun --standalone --nproc-per-node {workers} --no-python vitray train ... --here"
+
+
+class Start(NamedTuple):
+    """What the leader tells the others when training begins."""
+
+    folder: RunFolder
+    source: str | None
+    """The run folder whose last weights a fork starts from."""
+
+
+class Group(NamedTuple):
+    """This process among those that train together, and the processes that decode its images."""
+
+    rank: int
+    workers: int
+    device: torch.device
+    threads: int
+    """Compute threads of this process on a CPU."""
+    decoders: DecodeProcesses
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the leader's value in each process."""
+        if self.workers == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, 0, device=self.device)
+        return values[0]
+
+    def fit(
+        self, resolved: ResolvedRun, start: Start, shutdown: GracefulShutdown, mailbox: Mailbox | None = None
+    ) -> WorkerResult:
+        """Run the training loop in this process; the leader has the mailbox."""
+        host = LocalHost(
+            resolved,
+            start.folder.url,
+            start.folder.owner,
+            place=(self.rank, self.workers),
+            device=self.device,
+            threads=self.threads,
+            decoders=self.decoders,
+            initial=initial_weights(resolved, start.source),
+            is_stop_requested=shutdown.is_requested,
+            check=shutdown.check,
+            mailbox=mailbox,
+        )
+        with closing(host), shutdown.postponed(), _torch_settings_kept():
+            return train_loop(resolved, start.folder.url, host)
+
+
+@contextmanager
+def _torch_settings_kept() -> Iterator[None]:
+    """Restore torch's settings after a block: the caller may go on to use it."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+
+
+@contextmanager
+def joined_group(run: Run) -> Iterator[Group]:
+    """Join the processes of torchrun, if it has started this one, and start the ones that decode images."""
+    environment = [int(os.environ.get(name, default)) for name, default in _DEFAULTS.items()]
+    rank, workers, local_rank, local_workers = environment
+    device = _check_settings(run, workers, local_rank, local_workers)
+    cpus = session.local_cpus()
+    threads = max(1, int(run.compute.cpus or cpus // local_workers))  # as on Ray
+    decoders = max(1, cpus // local_workers - (device.type == "cpu"))
+    with DecodeProcesses(decoders) as processes:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        is_new = workers > 1 and not dist.is_initialized()
+        if is_new:
+            if local_workers == workers:  # as on a local Ray, nothing listens beyond this machine
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+        yield Group(rank, workers, device, threads, processes)
+        if is_new:  # after an error, torchrun ends all
+            dist.destroy_process_group()
+
+
+_DEFAULTS = {RANK: "0", WORKERS: "1", LOCAL_RANK: "0", LOCAL_WORKERS: "1"}
+
+
+def _check_settings(run: Run, workers: int, local_rank: int, local_workers: int) -> torch.device:
+    """Return the device of this process; refuse what only Ray can do."""
+    compute, wanted = run.compute, run.compute.worker_range
+    if address := os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(f"--here: RAY_ADDRESS is {address}; expected one of the two: --here trains without Ray")
+    if wanted and wanted[0] != wanted[1]:
+        raise ConfigError(f"compute.workers: got {compute.workers} with --here, expected a number: only Ray changes it")
+    if wanted and wanted[0] != workers:
+        processes = f"{workers} process{'es' * (workers != 1)}"
+        other = f"the processes of `{LAUNCH.format(workers=wanted[0])}`" if wanted[0] > 1 else "auto"
+        raise ConfigError(
+            f"compute.workers: got {wanted[0]} with --here in {processes}, expected {workers}, or {other}"
+        )
+    if run.data.cache != "none":
+        raise ConfigError(
+            f"data.cache: got {run.data.cache} with --here, expected none: the pixels would be in Ray's object store"
+        )
+    gpus = torch.cuda.device_count()
+    if compute.device == "cpu" or (compute.device == "auto" and not gpus):
+        if run.evaluate.where == "gpu" and run.data.evaluated:
+            raise ConfigError("evaluate.where: got gpu with --here on CPUs; expected workers or cpu")
+        return torch.device("cpu")
+    if not gpus:
+        raise ConfigError("compute.device: got gpu, expected cpu or auto: torch finds no GPU on this machine")
+    if local_workers > gpus:
+        raise ConfigError(f"torchrun --nproc-per-node: got {local_workers}, expected at most the {gpus} GPUs")
+    return torch.device("cuda", local_rank)
+
+
+class LocalPlatform:
+    """The processes of a group as the platform of a run, seen from the leader."""
+
+    def __init__(self, resolved: ResolvedRun, shutdown: GracefulShutdown, group: Group) -> None:
+        workers, has_gpu = group.workers, group.device.type == "cuda"
+        check_batch(resolved.run, workers, workers)
+        self.placement = Placement((workers, workers), has_gpu, group.threads, group.threads, is_here=True)
+        self.mailbox = Mailbox()
+        self._resolved, self._shutdown, self._group = resolved, shutdown, group
+
+    def fit(self, folder: RunFolder, source: str | None) -> WorkerResult:
+        """Run the training loop in all processes."""
+        start = self._group.broadcast(Start(folder, source))
+        return self._group.fit(self._resolved, start, self._shutdown, mailbox=self.mailbox)
+
+
+@contextmanager
+def started_here(resolved: ResolvedRun, shutdown: GracefulShutdown, group: Group) -> Iterator[LocalPlatform]:
+    """Handle signals for a block."""
+    with shutdown.handle_signals():
+        yield LocalPlatform(resolved, shutdown, group)
+
+
+def follow(run: Run, group: Group) -> Outcome:
+    """Train with the leader, and return its outcome."""
+    word = _heard(group)
+    if isinstance(word, Outcome):  # of a run that was finished before
+        return word
+    shutdown = GracefulShutdown()
+    with shutdown.handle_signals():
+        result = group.fit(resolve(run), word, shutdown)
+        if result.ending == "interrupted":
+            raise shutdown.error
+        return _heard(group)
+
+
+def _heard(group: Group) -> Any:
+    try:
+        return group.broadcast(None)
+    except RuntimeError:  # the leader has ended, and has said why
+        raise SystemExit(1) from None
