@@ -219,7 +219,7 @@ def test_a_killed_worker_changes_nothing(place, undisturbed):
     outcome = train(recipe(place), "killed", str(place / "runs"))
     assert killed
     note = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_run(outcome.mlflow_run).data.tags["vitray.note"]
-    assert re.match(r"worker [01] \(node \S+\) died: its process was killed .*; the workers start again", note)
+    assert re.search(r"^worker [01] \(node \S+\) died: its process was killed .*; the workers start again", note, re.M)
     assert same(weights(outcome.home), undisturbed[1])
     assert losses(outcome.mlflow_run) == undisturbed[2]
 

@@ -64,9 +64,12 @@ def images(count=4, height=32, width=24) -> Tensor:
 
 def sources(kind: str, count=4, **settings) -> Tensor:
     run = run_of(kind, **settings)
-    if kind == "tokenizer":
-        return torch.zeros(count)
     return torch.from_numpy(draw_sources(run.task.mask, run.model.grid, 0, 0, range(count)))
+
+
+def inputs(kind: str) -> list[Tensor]:
+    """What a task of a kind takes."""
+    return [images()] if kind == "tokenizer" else [images(), sources(kind)]
 
 
 # ---- the losses, as loops --------------------------------------------------------------------------------------------
@@ -456,12 +459,13 @@ def worker(rank: int, workers: int, folder: str) -> None:
         model = DistributedDataParallel(module)  # raises in the second step if a parameter had no gradient in the first
         for _ in range(2):
             module.zero_grad()
-            model(images()[rank::workers], sources(kind)[rank::workers]).backward()
+            model(*(each[rank::workers] for each in inputs(kind))).backward()
         gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
         if kind == "tokenizer":
             gradients["perplexity"] = torch.tensor(module.read_metrics(training=True)["perplexity"])
         if rank == 0:
             torch.save(gradients, f"{folder}/{kind}.pt")
+    dist.barrier()  # a worker that ends before the others has aborted at its exit
     dist.destroy_process_group()
 
 
@@ -471,7 +475,7 @@ def test_two_workers_get_the_gradients_of_one(tmp_path):
     for kind in (*OBJECTIVES, "tokenizer"):
         module = task(kind).train()
         gradients = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
-        module(images(), sources(kind)).backward()
+        module(*inputs(kind)).backward()
         if kind == "tokenizer":
             assert float(gradients.pop("perplexity")) == pytest.approx(module.read_metrics(training=True)["perplexity"])
         for name, parameter in module.named_parameters():
