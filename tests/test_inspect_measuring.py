@@ -64,7 +64,7 @@ def test_values_over_chunks_are_those_of_all_images(place, monkeypatch):
     measuring_views = measuring.measure_views
     monkeypatch.setattr(measuring, "measure_views", kept)
     inspection = figures_of(place, workers=1)
-    assert seen == [25 - 2, 25, 25]
+    assert sorted(seen) == [25 - 2, 25, 25]  # two threads decode: either may compute first
     assert inspection.images.used == 73
     assert inspection.images.left_out == ("val:0 (not an image)", "val:1 (not an image)")
     assert len(inspection.images.shown) in (MOST_SHOWN - 2, MOST_SHOWN - 1)

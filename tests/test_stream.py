@@ -9,6 +9,7 @@ import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -534,8 +535,10 @@ def test_only_decoding_processes_load_torch(dataset, ray_cluster):
     streams = [train_stream(dataset).train(0, 50, Share(rank, 2, broadcast)) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(next, streams))
-    children = psutil.Process().children(recursive=True)
-    coordinators = [child for child in children if "SplitCoordinator" in " ".join(child.cmdline())]
+    coordinators = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            coordinators += [child] if "SplitCoordinator" in " ".join(child.cmdline()) else []
     assert coordinators
     assert not any("libtorch" in library.path for child in coordinators for library in child.memory_maps())
 
