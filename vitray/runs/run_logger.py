@@ -152,6 +152,8 @@ class RunLogger:
         self.console, self._called, self.hook = console, called, hook
         self._progress = RunConsole(resolved, console)
         self._stages: dict[str, float] = {}
+        if not placement.is_here:
+            self.reached("ray")
         self._history: dict[str, list[tuple[int, float]]] = {}
         self._tagged: dict[str, float] = {}
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)

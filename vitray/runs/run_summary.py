@@ -60,7 +60,8 @@ def placement_block(resolved: ResolvedRun, placement: Placement) -> dict[str, st
     device = "GPU" if placement.use_gpu else "CPU"
     if placement.is_here:
         where = "this process" if highest == 1 else "processes of torchrun"
-        own = f"on {device}, {where}" + f", {placement.threads} compute threads" * (not placement.use_gpu)
+        threads = f", {placement.threads} compute thread{'s' * (placement.threads != 1)}"
+        own = f"on {device}, {where}" + threads * (not placement.use_gpu)
     else:
         own = f"on {device}, each with {placement.cpus:g} CPU{'s' * (placement.cpus != 1)}"
     facts = {

@@ -95,8 +95,6 @@ def _lead(
             from vitray.runs.run_logger import RunLogger  # after Ray and torch: a thread imports MLflow
 
             with RunLogger(resolved, folder, platform.placement, platform.mailbox, console, called, hook) as logger:
-                if group is None:
-                    logger.reached("ray")
                 outcome = _train(resolved, folder, platform, logger, shutdown, source)
             workers = None if group is None else 1
             promoted = promote_finished(run_dir, resolved.dataset.url, workers) if run.tracking.promote else None

@@ -30,8 +30,8 @@ from vitray.training.loop import train_loop
 from vitray.training.messages import WorkerResult
 from vitray.training.resolved import ResolvedRun
 
-# What torchrun, and other starters of processes, tell each of them.
-RANK, WORKERS, LOCAL_RANK, LOCAL_WORKERS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+# What torchrun, and other starters of processes, tell each of them, and what holds without one.
+TOLD = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 LAUNCH = "torchrun --standalone --nproc-per-node {workers} --no-python vitray train ... --here"
 
 
@@ -96,8 +96,7 @@ def _torch_settings_kept() -> Iterator[None]:
 @contextmanager
 def joined_group(run: Run) -> Iterator[Group]:
     """Join the processes of torchrun, if it has started this one, and start the ones that decode images."""
-    environment = [int(os.environ.get(name, default)) for name, default in _DEFAULTS.items()]
-    rank, workers, local_rank, local_workers = environment
+    rank, workers, local_rank, local_workers = (int(os.environ.get(name, alone)) for name, alone in TOLD.items())
     device = _check_settings(run, workers, local_rank, local_workers)
     cpus = session.local_cpus()
     threads = max(1, int(run.compute.cpus or cpus // local_workers))  # as on Ray
@@ -114,9 +113,6 @@ def joined_group(run: Run) -> Iterator[Group]:
         yield Group(rank, workers, device, threads, processes)
         if is_new:  # after an error, torchrun ends all
             dist.destroy_process_group()
-
-
-_DEFAULTS = {RANK: "0", WORKERS: "1", LOCAL_RANK: "0", LOCAL_WORKERS: "1"}
 
 
 def _check_settings(run: Run, workers: int, local_rank: int, local_workers: int) -> torch.device:
