@@ -105,7 +105,10 @@ def test_a_run_crosses_from_ray_to_this_process(place, on_ray):
     outcome = train(recipe(place, *ONE), "crossed", str(place / "runs"), here=True)
     assert same(weights(outcome.home), on_ray[1])
     assert losses(outcome.mlflow_run) == on_ray[2]
-    assert {thread.name for thread in set(threading.enumerate()) - before} <= {"mlflow"}
+    for thread in set(threading.enumerate()) - before:
+        if thread.name != "mlflow":
+            thread.join(30)  # one may be ending
+            assert not thread.is_alive(), thread.name
     assert not [each for each in psutil.Process().children(recursive=True) if each not in children]
 
 
