@@ -3,7 +3,9 @@
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -77,6 +79,8 @@ def main(args: Sequence[str] | None = None) -> int:
 def run_verb(verb: Callable[[list[str]], dict[str, Any]], args: Sequence[str] | None = None) -> int:
     """Call a verb, print its result as JSON if asked, and return its exit status."""
     args = sys.argv[1:] if args is None else args
+    is_main = threading.current_thread() is threading.main_thread()  # others cannot set a handler
+    handler = signal.signal(signal.SIGTERM, _end) if is_main else None
     try:
         result = verb([arg for arg in args if arg != "--json"])
     except ConfigError as error:
@@ -89,7 +93,7 @@ def run_verb(verb: Callable[[list[str]], dict[str, Any]], args: Sequence[str] | 
         name = (error.name or "").partition(".")[0]
         if name not in OPTIONAL:
             raise
-        without = "; train --here, evaluate, inspect and predict work without it" if name == "ray" else ""
+        without = "; shard, train --here, evaluate, inspect and predict work without it" if name == "ray" else ""
         print(
             f"vitray: needs {name}, expected it to be installed: pip install '{OPTIONAL[name]}'{without}",
             file=sys.stderr,
@@ -102,9 +106,17 @@ def run_verb(verb: Callable[[list[str]], dict[str, Any]], args: Sequence[str] | 
         # The reader (head, less) has closed the pipe: keep Python from flushing it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, handler)
     if "--json" in args:
         print(json.dumps(result))
     return 0
+
+
+def _end(number: int, _frame: Any) -> None:
+    """End as Python ends: folders are given back, and processes of ours end."""
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

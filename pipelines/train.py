@@ -61,6 +61,11 @@ def main(args: list[str]) -> dict[str, Any]:
         print(run.to_yaml(), end="")
         return run.dotted()
     if options.dry_run:
+        if options.here:
+            from vitray.runs.local_start import Place
+            from vitray.runs.train_here import check_settings
+
+            check_settings(run, Place.told())
         resolved = resolve(run)
         check_storage(options.out)
         print(plan_text(resolved), file=sys.stderr)

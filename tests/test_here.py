@@ -20,10 +20,11 @@ import pytest
 from test_layers import ROOT
 from test_loop import interrupted, losses, recipe, same, weights
 
+import pipelines.train
+from pipelines.__main__ import run_verb
 from vitray.config import load_run
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError
-from vitray.runs import train_here
 from vitray.runs.train import train
 from vitray.system.child import Child
 from vitray.training import checkpoints, loop
@@ -260,15 +261,31 @@ def test_a_breakpoint_stops_in_the_step(place, tmp_path):
         (["compute.device=gpu"], {}, r"compute.device: got gpu, expected cpu or auto: torch finds no GPU"),
         (["data.cache=decoded"], {}, r"data.cache: got decoded with --here, expected none"),
         (["evaluate.where=gpu"], {}, r"evaluate.where: got gpu with --here on CPUs"),
+        ([], {"LOCAL_RANK": "first"}, r"LOCAL_RANK: got 'first', expected a number, as torchrun sets it"),
     ],
 )
 def test_what_only_ray_can_do_is_refused_at_once(tmp_path, monkeypatch, settings, environment, message):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train_here, "DecodeProcesses", None)  # none is started
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     run = load_run(None, ["model.name=vit_u1x1_8", "data.url=nowhere", *settings])
     with pytest.raises(ConfigError, match=message):
+        train(run, "refused", str(tmp_path), here=True)
+    assert not [each for each in psutil.Process().children() if "vitray.system" in " ".join(each.cmdline())]
+
+
+@pytest.mark.parametrize("setting", ["compute.workers=2", "data.cache=decoded"])
+def test_a_dry_run_refuses_it_too(tmp_path, capsys, setting):
+    args = ["demo", "data.url=nowhere", setting, "--here", "--dry-run", "--out", str(tmp_path)]
+    assert run_verb(pipelines.train.main, args) == 2
+    assert " with --here" in capsys.readouterr().err
+
+
+def test_a_process_group_of_the_caller_needs_what_torchrun_sets(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    run = load_run(None, ["model.name=vit_u1x1_8", "data.url=nowhere"])
+    with pytest.raises(ConfigError, match="--here: got a process group of 4 and WORLD_SIZE 1, expected RANK, WORLD_S"):
         train(run, "refused", str(tmp_path), here=True)
 
 

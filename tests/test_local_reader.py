@@ -13,10 +13,11 @@ from test_layers import ROOT
 from test_stream import broken, jpeg, train_stream, write
 
 from vitray.config.augmentation import Augment, CenterCrop
+from vitray.data.decode_processes import DecodeProcesses
 from vitray.data.stream.batches import Share, StreamSpec
 from vitray.data.stream.decoding import decode_positions
 from vitray.data.stream.epoch_order import positions_of
-from vitray.data.stream.local_reader import DecodeProcesses, LocalReader
+from vitray.data.stream.local_reader import LocalReader
 from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError, RunError
 
@@ -101,7 +102,7 @@ def test_an_error_of_a_process_is_the_stream_s_own(tmp_path, processes):
 
 def test_processes_end_with_the_one_that_was_killed():
     code = (
-        "import time; from vitray.data.stream.local_reader import DecodeProcesses\n"
+        "import time; from vitray.data.decode_processes import DecodeProcesses\n"
         "with DecodeProcesses(2): print('started', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code]

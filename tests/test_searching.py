@@ -25,8 +25,8 @@ from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.models.sizes import sizes_of
 from vitray.runs.run_dir import RUN_META, SETTINGS
 from vitray.sweeps import sweep
-from vitray.sweeps.capacity import Node
-from vitray.sweeps.plan import plan_sweep
+from vitray.sweeps.capacity import Node, fit_trials
+from vitray.sweeps.plan import own_cpus, plan_sweep, trial_resources
 from vitray.sweeps.sampler import SAMPLERS, ask
 from vitray.sweeps.schedulers import BUILDERS, build_scheduler, progress
 from vitray.sweeps.space import Space, SweepPoint, check_space, extend_space, read_space
@@ -67,9 +67,41 @@ def open_sweep(folder, base, text, *additions, places=lambda: 1000):
 
 
 def test_a_plan_knows_whose_cpus_a_trial_has(tmp_path, base):
-    for run, has_cpus in ((base, False), (base.replace({"compute.cpus": 2}), True)):
+    two = base.replace({"compute.workers": 2})
+    for run, has_cpus in ((two, False), (two.replace({"compute.cpus": 1.25}), True)):
         plan = open_sweep(tmp_path, run, GRID)[0]
-        assert (plan.has_cpus, plan.base.compute.cpus) == (has_cpus, 2 if has_cpus else 1)
+        assert (plan.has_cpus, plan.base.compute.cpus) == (has_cpus, 1.25 if has_cpus else 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cpus"),
+    [
+        ([], 2),
+        (["compute.cpus=0.25"], 1.25),
+        (["evaluate.probes=[knn]"], 3),
+        (["compute.cpus=3"], 4),
+        (["compute.workers=2"], None),
+        (["data.cache=decoded"], None),
+        (["evaluate.where=gpu"], None),
+        (["compute.device=gpu"], None),
+    ],
+)
+def test_a_trial_of_one_worker_on_cpus_is_one_process(overrides, cpus):
+    resources = trial_resources(load_run(None, overrides), [Node(cpus=4)])
+    assert resources.is_alone == (cpus is not None)
+    assert not resources.is_alone or (resources.cpus, resources.data_cpus, resources.driver_cpus) == (cpus, 0, 0)
+
+
+def test_a_trial_of_one_process_fits_a_single_cpu():
+    assert fit_trials([Node(1)], trial_resources(load_run(None, []), [Node(1)])).concurrent == 1
+
+
+def test_a_process_shares_the_cpus_of_its_node_with_the_other_trials(base, monkeypatch):
+    nodes = [Node(cpus=8), Node(cpus=0), Node(cpus=9)]
+    monkeypatch.setattr("vitray.sweeps.plan.cluster_nodes", lambda: nodes)
+    resources = trial_resources(base, nodes)
+    assert [own_cpus(resources, concurrent) for concurrent in (1, 2, 3, 8, 100)] == [8, 8, 4, 2, 1]
+    assert own_cpus(trial_resources(base.replace({"compute.workers": 2}), nodes), 1) is None
 
 
 def suggest_all(searcher):
@@ -376,7 +408,14 @@ def open_trial(store, base, name="lr=0.1", owner=""):
 
 
 @pytest.fixture
-def training(monkeypatch):
+def free_cluster(monkeypatch):
+    """Stand in for Ray, which a trial asks how many of its kind run at a time."""
+    monkeypatch.setattr("vitray.sweeps.trial.trials_that_fit", lambda *_: 1)
+    monkeypatch.setattr("vitray.sweeps.trial.own_cpus", lambda *_: None)
+
+
+@pytest.fixture
+def training(monkeypatch, free_cluster):
     """Stand in for the training run: it has scores at these steps and ends."""
 
     def train(run, name, out, *, hook):
@@ -384,7 +423,6 @@ def training(monkeypatch):
         return SimpleNamespace(state="stopped early" if is_stopped else "finished")
 
     monkeypatch.setattr("vitray.sweeps.trial.train", train)
-    monkeypatch.setattr("vitray.sweeps.trial.trials_that_fit", lambda *_: 1)
 
 
 @pytest.mark.parametrize("scores", [(), ((2, 0.2),), ((2, 0.2), (4, 0.4))])
@@ -422,7 +460,7 @@ def test_a_trial_stops_at_the_score_at_which_tune_stops_it(tmp_path, base, train
     trial.cleanup()
 
 
-def test_a_trial_of_a_lost_sweep_answers_its_workers_and_records_no_end(tmp_path, base, monkeypatch):
+def test_a_trial_of_a_lost_sweep_answers_its_workers_and_records_no_end(tmp_path, base, free_cluster, monkeypatch):
     """An error would end the thread that answers, and the workers would wait for ever."""
     answers = []
 
@@ -432,7 +470,6 @@ def test_a_trial_of_a_lost_sweep_answers_its_workers_and_records_no_end(tmp_path
         return SimpleNamespace(state="stopped early")
 
     monkeypatch.setattr("vitray.sweeps.trial.train", train)
-    monkeypatch.setattr("vitray.sweeps.trial.trials_that_fit", lambda *_: 1)
     _, store, _ = open_sweep(tmp_path, base, GRID)
     trial = open_trial(store, base)
     with ExitStack() as others, pytest.raises(RuntimeError, match="taken over by process"):
@@ -500,11 +537,10 @@ def suppressed(error, call):
         call()
 
 
-def test_a_process_whose_trial_does_not_end_takes_no_other(tmp_path, base, monkeypatch):
+def test_a_process_whose_trial_does_not_end_takes_no_other(tmp_path, base, free_cluster, monkeypatch):
     """With an error, after which Tune frees the place of the trial or starts it in another process."""
     began, ended = threading.Event(), threading.Event()
     monkeypatch.setattr("vitray.sweeps.trial.train", lambda *_, **__: began.set() or ended.wait())
-    monkeypatch.setattr("vitray.sweeps.trial.trials_that_fit", lambda *_: 1)
     monkeypatch.setattr("vitray.sweeps.trial.STOP_SECONDS", 0.1)
     trial = open_trial(open_sweep(tmp_path, base, GRID)[1], base)
     step = threading.Thread(target=suppressed, args=[RuntimeError, trial.step])  # waits for a score

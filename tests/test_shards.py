@@ -13,6 +13,7 @@ import sys
 import tarfile
 import time
 import zlib
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -30,8 +31,8 @@ from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
 from vitray.data.shards import ShardSettings, inspection, open_dataset, read_request, write_dataset, writing
 from vitray.data.shards.demo import CLASSES, demo_item
 from vitray.data.shards.inspection import image_stats
-from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.data.shards.sources import Listing, detect_source, list_source, read_items
+from vitray.data.shards.tasks import ProgressLine, Tasks
 from vitray.data.shards.writing import _check_indexable, find_duplicates, select_classes
 from vitray.errors import ConfigError, OwnershipLost
 from vitray.inference.images import open_images
@@ -71,13 +72,19 @@ def class_folders(root: Path, counts: dict[str, int]) -> Path:
     return root
 
 
-def run_serially(function, calls):
-    return [function(*call) for call in calls]
+def call_here(function, call):
+    """A place of tasks, in this process."""
+    future = Future()
+    future.set_result(function(*call))
+    return future
+
+
+HERE = Tasks([call_here])
 
 
 def listed(source: Path | str, *overrides: str, splits: tuple[str, ...] = ()) -> Listing:
     request = read_request(str(source), "unused", splits, overrides)
-    return list_source(request, detect_source(request), run_serially)
+    return list_source(request, detect_source(request), HERE.run)
 
 
 def contents(listing: Listing, source: Path | str, *overrides: str) -> list[tuple[bytes, int | None]]:
@@ -307,7 +314,7 @@ def test_a_changed_file_is_inspected_again(tmp_path, monkeypatch, kind):
     source, names = tmp_path / "source", []
     source.mkdir()
 
-    def stop(_function, calls, *_):
+    def stop(_tasks, _function, calls, *_):
         names.append(calls[0][3])
         raise InterruptedError
 
@@ -331,7 +338,7 @@ def test_a_changed_file_is_inspected_again(tmp_path, monkeypatch, kind):
                     add(tar, "0.jpg", content)
                     add(tar, "0.cls", b"1")
         with pytest.raises(InterruptedError):
-            inspection.inspect_source(read_request(str(source), str(tmp_path / "data")), listed(source), 1)
+            inspection.inspect_source(read_request(str(source), str(tmp_path / "data")), listed(source), HERE)
     assert names[0] != names[1]
     assert names[1] == names[2]
 
@@ -773,12 +780,7 @@ def test_a_killed_job_resumes_to_the_same_bytes(ray_cluster, tmp_path):
 @pytest.fixture
 def without_ray(monkeypatch):
     """Let commands call their tasks in this process, one after another."""
-    monkeypatch.setattr(writing, "tasks_at_a_time", lambda workers: nullcontext(1))
-    monkeypatch.setattr(writing, "run_tasks", lambda function, calls, at_a_time: run_serially(function, calls))
-    for module in (writing, inspection):
-        monkeypatch.setattr(
-            module, "run_with_progress", lambda function, calls, *_: run_serially(function, calls), raising=True
-        )
+    monkeypatch.setattr(writing, "open_tasks", lambda workers: nullcontext(HERE))
 
 
 @pytest.mark.parametrize("place", ["local", "s3"])

@@ -38,7 +38,7 @@ from vitray.data.stream import decoding, epoch_order, ray_reader
 from vitray.data.stream.batches import HostBatch, Share, StreamSpec
 from vitray.data.stream.cache import decoded_split, forget_decoded
 from vitray.data.stream.decoding import decode_positions, locate_rows, read_rows
-from vitray.data.stream.epoch_order import DEAL, LANES, REGION, Cut, EpochOrder, positions_of, ranks_of
+from vitray.data.stream.epoch_order import DEAL, FIRST, LANES, REGION, Cut, EpochOrder, positions_of, ranks_of
 from vitray.data.stream.preview import sample_sheet
 from vitray.data.stream.ray_reader import RayReader
 from vitray.data.stream.stream import Stream
@@ -279,12 +279,15 @@ def test_a_worker_without_an_image_is_rejected():
     rows=st.sampled_from([16, 128, 256, 1024]),
     held=st.sampled_from([0, 3000, 9000, 10**6]),
     steps=st.tuples(st.integers(0, 40), st.integers(1, 60)),
+    hurried=st.booleans(),
 )
-def test_pieces_deal_each_worker_its_positions_in_turn(shared, repeats, rows, held, steps):
+def test_pieces_deal_each_worker_its_positions_in_turn(shared, repeats, rows, held, steps, hurried):
     batch, workers = shared
     cut = Cut(batch, workers, repeats, rows, held)
     start, end = steps[0] * batch, (steps[0] + steps[1]) * batch
-    dealt = [share for piece in cut.pieces(0, start, end) for share in cut.shares(piece)]
+    pieces = list(cut.pieces(0, start, end, hurried=hurried))
+    assert not hurried or pieces[0].end - start <= max(FIRST, rows)
+    dealt = [share for piece in pieces for share in cut.shares(piece)]
     assert len(dealt) % workers == 0
     assert sorted(cut.place(rank) for rank in range(workers)) == list(range(workers))
     positions = np.arange(start, end)

@@ -25,6 +25,7 @@ from vitray.data.shards import open_dataset, read_request, write_dataset
 from vitray.data.stream.cache import forget_decoded
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
+from vitray.runs.train import train
 from vitray.sweeps.plan import Recipe, dry_run
 from vitray.sweeps.space import read_space
 from vitray.sweeps.sweep import retry_failed, sweep
@@ -95,6 +96,17 @@ def test_a_failed_trial_does_not_fail_the_sweep(folder, finished_sweep):
     for part in ("loss nan at step", "learning rate ", "images ", "last good checkpoint: "):
         assert part in record["reason"]
     assert is_idle()
+
+
+def test_a_trial_is_bit_equal_to_the_run_of_its_settings(folder, finished_sweep):
+    cpus = int(ray.cluster_resources()["CPU"])
+    run = load_run(folder / "tiny.yaml", ["optim.lr=0.01", f"compute.cpus={cpus}"])
+    outcome = train(run, "alone", str(folder / "runs"), here=True)
+    trial = Path(finished_sweep.home) / "lr=0.01"
+    for name in ("model.safetensors", "classes.json"):
+        assert (Path(outcome.model) / name).read_bytes() == (trial / "model" / name).read_bytes()
+    of_trial = json.loads((trial / "outcome.json").read_text())
+    assert (of_trial["val_loss"], of_trial["steps"]) == (outcome.val_loss, 6)
 
 
 def test_mlflow_shows_the_trials_below_the_sweep(folder, finished_sweep):
@@ -286,13 +298,14 @@ def test_stages_run_once_before_the_trials(folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_stopped_trial_releases_its_resources(folder):
+@pytest.mark.parametrize("workers", [1, 2])  # one trains in the process of its trial
+def test_a_stopped_trial_releases_its_resources(folder, workers):
     (folder / "asha.yaml").write_text(
         "space: {optim.lr: {grid: [1.0e-12, 0.01, 0.02, 0.03]}}\n"  # the higher rates are worse after so few steps
         "scheduler: {kind: asha, grace: 2 steps, reduction: 2}\n"
         "goal: {metric: val/loss, mode: min}\n"
     )
-    outcome = begin(folder, "stopped", space="asha.yaml")
+    outcome = begin(folder, f"stopped-{workers}", space="asha.yaml", **{"compute.workers": workers})
     assert outcome.stopped_early > 0
     assert outcome.finished + outcome.stopped_early == 4
     assert is_idle()

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitray.data.augment.views import usable
-from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.data.shards.tables import read_table
+from vitray.data.shards.tasks import ProgressLine
 from vitray.errors import ConfigError
 from vitray.inference.engine import Alter, Chunk, Job, Span, run_job
 from vitray.inference.images import ImageSet

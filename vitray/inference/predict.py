@@ -12,7 +12,7 @@ import torch
 
 from vitray.cluster import session
 from vitray.cluster.storage_check import check_writable
-from vitray.data.shards.ray_tasks import ProgressLine
+from vitray.data.shards.tasks import ProgressLine
 from vitray.errors import ConfigError, RunError
 from vitray.inference.engine import Job, needs_actors, numerics_of, run_job
 from vitray.inference.listing import ImageList, check_some_decode, list_images

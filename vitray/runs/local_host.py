@@ -1,4 +1,4 @@
-"""The process that was called as the host of the training loop, without Ray; so is each process of torchrun."""
+"""This process as the host of the training loop, without Ray: the one called, one of torchrun's, or a trial's."""
 
 import copy
 import time
@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitray.data.decode_processes import DecodeProcesses
 from vitray.data.stream.batches import StreamSpec
-from vitray.data.stream.local_reader import DecodeProcesses, LocalReader
+from vitray.data.stream.local_reader import LocalReader
 from vitray.data.stream.stream import Stream
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.system.child import Child
@@ -44,15 +45,17 @@ class LocalHost:
         is_stop_requested: Callable[[], bool],
         check: Callable[[], None] = lambda: None,
         mailbox: Mailbox | None = None,
+        waits_for_decision: bool = False,
     ) -> None:
         """`place` is the rank among a number of workers. `check` is called after each step, and may raise.
 
-        The first worker has the mailbox.
+        The first worker has the mailbox. Only a trial waits for decisions of its sweep.
         """
         self.rank, self.workers = place
         self.device, self.threads, self.stop_requested = device, threads, is_stop_requested
         self._resolved, self._run_dir, self._owner = resolved, run_dir, owner
         self._decoders, self._check, self._mailbox = decoders, check, mailbox
+        self._waits_for_decision = waits_for_decision
         teacher = resolved.teacher and Teacher(resolved.teacher.network, resolved.teacher.normalize)
         tokenizer = resolved.tokenizer and resolved.tokenizer.tokenizer
         self._given = {"initial": initial, "tokenizer": tokenizer, "teacher": teacher}
@@ -99,8 +102,11 @@ class LocalHost:
     # ---- decisions of the driver -------------------------------------------------------------------------------------
 
     def should_stop(self, step: int) -> bool:
-        del step
-        return False  # a sweep trains on Ray
+        if not self._waits_for_decision or self._mailbox is None:
+            return False
+        while (answer := self._mailbox.decision(step)) is None:
+            time.sleep(0.01)
+        return answer
 
     def notice(self) -> Notice | None:
         return None

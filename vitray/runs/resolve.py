@@ -42,6 +42,8 @@ class TrialHook(NamedTuple):
     """Trials that share the cluster."""
     has_cpus: bool = True
     """Whether compute.cpus is the user's, not the plan's."""
+    own_cpus: int | None = None
+    """CPUs of the trial's process, which then trains by itself; None trains with workers on Ray."""
     stop_requested: threading.Event | None = None
     """Set when the sweep is interrupted: the run then saves a checkpoint and ends."""
 

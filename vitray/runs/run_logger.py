@@ -159,7 +159,7 @@ class RunLogger:
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._device = "CPU"
         self._best = BestCheckpoint()
-        self._wait_warning = WaitWarning(resolved.run.data, placement.use_gpu, placement.is_here)
+        self._wait_warning = WaitWarning(resolved.run.data, placement.use_gpu, placement.is_here and not hook)
         self._has_pictures = False
         self._datasets = run_datasets(resolved)
         self._stopped = threading.Event()

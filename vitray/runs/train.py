@@ -10,6 +10,7 @@ from vitray.cluster import session
 from vitray.config import Run
 from vitray.errors import RunError
 from vitray.runs.console import Console
+from vitray.runs.local_start import Place, decode_processes
 from vitray.runs.placement import Placement
 from vitray.runs.promotion import promote_finished
 from vitray.runs.resolve import TrialHook, check_storage, resolve
@@ -54,18 +55,22 @@ def train(
 ) -> Outcome:
     """Train a new run, or resume the interrupted run of this name, and return its outcome.
 
-    With `here` this process trains, without Ray; so does each process that torchrun has started.
+    With `here` this process trains, without Ray; so does each process that torchrun has started, and a trial that has
+    CPUs of its own.
     """
     called = time.monotonic()
     storage.check_name(name, "name")
-    if not here:
+    own_cpus = hook.own_cpus if hook else None
+    if not here and own_cpus is None:
         return _lead(run, name, out, fork, hook, called)
-    from vitray.runs.train_here import follow, joined_group  # torch takes seconds
+    place = Place() if own_cpus else Place.told()
+    with decode_processes(place, own_cpus) as decoders:
+        from vitray.runs.train_here import follow, joined_group  # torch takes seconds, in those processes, too
 
-    with joined_group(run) as group:
-        if group.rank:
-            return follow(run, group)
-        return group.broadcast(_lead(run, name, out, fork, hook, called, group))
+        with joined_group(run, place, own_cpus, decoders) as group:
+            if group.rank:
+                return follow(run, group)
+            return group.broadcast(_lead(run, name, out, fork, hook, called, group))
 
 
 def _lead(
@@ -124,7 +129,7 @@ def _started(
     if group is not None:
         from vitray.runs.train_here import started_here
 
-        return started_here(resolved, shutdown, group)
+        return started_here(resolved, hook, shutdown, group)
     session.prepare_environment()
     from vitray.runs.train_on_ray import started_on_ray  # Ray takes seconds
 

@@ -1,7 +1,7 @@
 """A run in the process that was called, without Ray, or in the processes that torchrun has started.
 
 The first process leads: it owns the run folder and keeps the records. The others follow: they learn the folder from it,
-and everything else from the same command.
+and everything else from the same command. A trial of a sweep may train so, too, in a process of Ray Tune.
 """
 
 import os
@@ -16,22 +16,22 @@ import torch.distributed as dist
 
 from vitray.cluster import session
 from vitray.config import Run
-from vitray.data.stream.local_reader import DecodeProcesses
+from vitray.data.decode_processes import DecodeProcesses
 from vitray.errors import ConfigError
 from vitray.runs.local_host import LocalHost
+from vitray.runs.local_start import Place
 from vitray.runs.model_output import initial_weights
 from vitray.runs.placement import Placement, check_batch
-from vitray.runs.resolve import resolve
+from vitray.runs.resolve import TrialHook, resolve
 from vitray.runs.run_dir import Outcome, RunFolder
 from vitray.runs.shutdown import GracefulShutdown
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.training.host import COLLECTIVE_SECONDS
 from vitray.training.loop import train_loop
 from vitray.training.messages import WorkerResult
+from vitray.training.profiling import forget_peak_memory
 from vitray.training.resolved import ResolvedRun
 
-# What torchrun, and other starters of processes, tell each of them, and what holds without one.
-TOLD = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 LAUNCH = "torchrun --standalone --nproc-per-node {workers} --no-python vitray train ... --here"
 
 
@@ -41,6 +41,8 @@ class Start(NamedTuple):
     folder: RunFolder
     source: str | None
     """The run folder whose last weights a fork starts from."""
+    waits_for_decision: bool
+    """Whether a sweep decides after each evaluation whether training goes on."""
 
 
 class Group(NamedTuple):
@@ -77,7 +79,9 @@ class Group(NamedTuple):
             is_stop_requested=shutdown.is_requested,
             check=shutdown.check,
             mailbox=mailbox,
+            waits_for_decision=start.waits_for_decision,
         )
+        forget_peak_memory(self.device)
         with closing(host), shutdown.postponed(), _torch_settings_kept():
             return train_loop(resolved, start.folder.url, host)
 
@@ -94,29 +98,34 @@ def _torch_settings_kept() -> Iterator[None]:
 
 
 @contextmanager
-def joined_group(run: Run) -> Iterator[Group]:
-    """Join the processes of torchrun, if it has started this one, and start the ones that decode images."""
-    rank, workers, local_rank, local_workers = (int(os.environ.get(name, alone)) for name, alone in TOLD.items())
-    device = _check_settings(run, workers, local_rank, local_workers)
-    cpus = session.local_cpus()
-    threads = max(1, int(run.compute.cpus or cpus // local_workers))  # as on Ray
-    decoders = max(1, cpus // local_workers - (device.type == "cpu"))
-    with DecodeProcesses(decoders) as processes:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        is_new = workers > 1 and not dist.is_initialized()
-        if is_new:
-            if local_workers == workers:  # as on a local Ray, nothing listens beyond this machine
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
-        yield Group(rank, workers, device, threads, processes)
-        if is_new:  # after an error, torchrun ends all
-            dist.destroy_process_group()
+def joined_group(run: Run, place: Place, own_cpus: int | None, decoders: DecodeProcesses) -> Iterator[Group]:
+    """Join the processes of torchrun, if it has started this one.
+
+    The process of a trial has CPUs of its own, and is alone.
+    """
+    rank, workers, _, local_workers = place
+    device = torch.device("cpu") if own_cpus else check_settings(run, place)
+    threads = max(1, int(run.compute.cpus or own_cpus or session.local_cpus() // local_workers))  # as on Ray
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    is_new = workers > 1 and not dist.is_initialized()
+    if is_new:
+        if local_workers == workers:  # as on a local Ray, nothing listens beyond this machine
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    yield Group(rank, workers, device, threads, decoders)
+    if is_new:  # after an error, torchrun ends all
+        dist.destroy_process_group()
 
 
-def _check_settings(run: Run, workers: int, local_rank: int, local_workers: int) -> torch.device:
+def check_settings(run: Run, place: Place) -> torch.device:
     """Return the device of this process; refuse what only Ray can do."""
+    _, workers, local_rank, local_workers = place
+    if dist.is_initialized() and dist.get_world_size() != workers:
+        group, told = dist.get_world_size(), ", ".join(map(str.upper, Place._fields))
+        got = f"got a process group of {group} and WORLD_SIZE {workers}"
+        raise ConfigError(f"--here: {got}, expected {told} as torchrun sets them")
     compute, wanted = run.compute, run.compute.worker_range
     if address := os.environ.get("RAY_ADDRESS"):
         raise ConfigError(f"--here: RAY_ADDRESS is {address}; expected one of the two: --here trains without Ray")
@@ -147,24 +156,27 @@ def _check_settings(run: Run, workers: int, local_rank: int, local_workers: int)
 class LocalPlatform:
     """The processes of a group as the platform of a run, seen from the leader."""
 
-    def __init__(self, resolved: ResolvedRun, shutdown: GracefulShutdown, group: Group) -> None:
+    def __init__(self, resolved: ResolvedRun, hook: TrialHook | None, shutdown: GracefulShutdown, group: Group) -> None:
         workers, has_gpu = group.workers, group.device.type == "cuda"
         check_batch(resolved.run, workers, workers)
         self.placement = Placement((workers, workers), has_gpu, group.threads, group.threads, is_here=True)
         self.mailbox = Mailbox()
-        self._resolved, self._shutdown, self._group = resolved, shutdown, group
+        self._resolved, self._hook, self._shutdown, self._group = resolved, hook, shutdown, group
 
     def fit(self, folder: RunFolder, source: str | None) -> WorkerResult:
         """Run the training loop in all processes."""
-        start = self._group.broadcast(Start(folder, source))
-        return self._group.fit(self._resolved, start, self._shutdown, mailbox=self.mailbox)
+        waits = self._hook is not None and self._hook.waits_for_decision
+        start = self._group.broadcast(Start(folder, source, waits))
+        return self._group.fit(self._resolved, start, self._shutdown, self.mailbox)
 
 
 @contextmanager
-def started_here(resolved: ResolvedRun, shutdown: GracefulShutdown, group: Group) -> Iterator[LocalPlatform]:
+def started_here(
+    resolved: ResolvedRun, hook: TrialHook | None, shutdown: GracefulShutdown, group: Group
+) -> Iterator[LocalPlatform]:
     """Handle signals for a block."""
     with shutdown.handle_signals():
-        yield LocalPlatform(resolved, shutdown, group)
+        yield LocalPlatform(resolved, hook, shutdown, group)
 
 
 def follow(run: Run, group: Group) -> Outcome:

@@ -1,7 +1,7 @@
 """Cluster capacity: the number of complete trials that fit at the same time.
 
 Ray may place a part of a trial and then wait forever for the rest. A trial takes workers, each on one node and with its
-GPU share on one GPU; a driver; and whole CPUs for image decoding on any node.
+GPU share on one GPU; a driver; and whole CPUs for image decoding on any node. Or it is a single process.
 """
 
 import heapq
@@ -26,6 +26,8 @@ class TrialResources(NamedTuple):
     """CPUs kept free for image decoding, each a whole one on any node."""
     driver_cpus: float
     """At most 1, rounded up to 1/n of a CPU: 0.3 counts as 1/3."""
+    is_alone: bool = False
+    """Whether its one worker is the driver, whose CPUs include those that decode."""
 
 
 class Node(NamedTuple):
@@ -148,12 +150,11 @@ def _limit(nodes: Sequence[Node], resources: TrialResources, trials: int, best: 
     has = f"{_devices(nodes, resources)} and {cpus}" if resources.gpus else cpus
     lacks = "too few GPUs" if gpu_trials == 0 else "too few CPUs"
     if not any(_room(node, resources) for node in nodes):
-        lacks = "and no node has enough for one worker"
-    return (
-        f"not one trial fits: it takes {_count(resources.workers, 'worker')} of {worker},"
-        f" {_count(resources.data_cpus, 'CPU')} to decode images and {resources.driver_cpus:g} for its driver;"
-        f" the cluster has {has} on {_count(len(nodes), 'node')}, {lacks}"
-    )
+        lacks = f"and no node has enough for {'it' if resources.is_alone else 'one worker'}"
+    takes = f"{_count(resources.workers, 'worker')} of {worker}, {_count(resources.data_cpus, 'CPU')} to decode images"
+    takes = f"{worker}, on one node" if resources.is_alone else f"{takes} and {resources.driver_cpus:g} for its driver"
+    has = f"the cluster has {has} on {_count(len(nodes), 'node')}, {lacks}"
+    return f"not one trial fits: it takes {takes}; {has}"
 
 
 def _count(number: float, noun: str) -> str:

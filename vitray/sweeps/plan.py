@@ -116,7 +116,7 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
     if not capacity.concurrent:
         besides = ", besides the one for evaluations" if evaluation_gpus(base) else ""
         raise ConfigError(f"compute.workers: {capacity.limit}{besides}")
-    reserved = {} if resources.gpus else {"compute.cpus": resources.cpus}
+    reserved = {} if resources.gpus or resources.is_alone else {"compute.cpus": resources.cpus}
     if space.scheduler.traits.is_population and capacity.concurrent < trials:
         wanted = "whose trials run at the same time; give them fewer CPUs or workers, or the cluster more"
         raise ConfigError(f"scheduler: got a population of {trials}, expected at most {capacity.concurrent}, {wanted}")
@@ -186,8 +186,13 @@ def trial_resources(base: Run, nodes: Sequence[Node]) -> TrialResources:
     gpus = base.compute.gpus if has_gpus or base.compute.device == "gpu" else 0.0
     if gpus and base.evaluate.where == "gpu" and base.data.evaluated and not evaluation_gpus(base):
         gpus = round(gpus + base.evaluate.gpus, 4)  # worker and evaluation share a GPU
-    data_cpus = 1.0 + (base.evaluate.where != "workers" and bool(base.data.evaluated))
-    data_cpus += base.evaluate.has_prober
+    data_cpus = 1.0 + base.evaluate.has_prober
+    if workers == 1 and not gpus and base.data.cache == "none" and base.evaluate.where != "gpu":
+        # Its process trains by itself: a worker would start for longer than a short trial trains.
+        largest = max((node.cpus for node in nodes), default=0.0) or 1.0
+        cpus = base.compute.cpus + data_cpus if base.compute.cpus else min(1.0 + data_cpus, largest)
+        return TrialResources(workers, cpus, gpus=0.0, data_cpus=0.0, driver_cpus=0.0, is_alone=True)
+    data_cpus += base.evaluate.where != "workers" and bool(base.data.evaluated)
     # A whole CPU per worker if there are enough, less on a small cluster.
     left = sum(node.cpus for node in nodes) - data_cpus - DRIVER_CPUS
     cpus = base.compute.cpus or (1.0 if gpus else max(0.01, min(1.0, int(100 * left / workers) / 100)))
@@ -197,6 +202,12 @@ def trial_resources(base: Run, nodes: Sequence[Node]) -> TrialResources:
 def trials_that_fit(base: Run, resources: TrialResources, trials: int) -> int:
     """Return how many of the trials fit the cluster as it is now; its nodes come and go during a sweep."""
     return fit_trials(nodes_of_workers(base, cluster_nodes()), resources, trials).concurrent
+
+
+def own_cpus(resources: TrialResources, concurrent: int) -> int | None:
+    """Return the CPUs that a trial's process shares with no other one; None where trials have workers."""
+    cpus = [node.cpus for node in cluster_nodes() if node.cpus]
+    return max(1, int(min(cpus) // -(-concurrent // len(cpus)))) if resources.is_alone else None
 
 
 def nodes_of_workers(base: Run, nodes: Sequence[Node]) -> list[Node]:

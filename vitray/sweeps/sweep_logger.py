@@ -284,16 +284,18 @@ class SweepConsole:
     ) -> None:
         self._trials, self._goal, self._console = trials, goal, Console(stream)
         self._started = self._last_end = time.monotonic()
-        self._printed, self._rows = 0.0, 0
+        self._printed, self._rows, self._has_named = 0.0, 0, False
         # Trials that were over at the start do not count in the estimate of the remaining time.
         self._over = self._over_at_start = sum(record.is_over for record in records.values())
 
     def show(self, records: Mapping[str, TrialRecord]) -> None:
-        """Print the progress, once per interval and at each end of a trial."""
+        """Print the progress, once per interval, at the first start of a trial and at each end of one."""
         over = sum(record.is_over for record in records.values())
         interval = TABLE_INTERVAL if self._console.is_terminal else LINE_INTERVAL
-        if over == self._over and time.monotonic() - self._printed < interval:
+        is_first = not self._has_named and any(record.state == "running" for record in records.values())
+        if over == self._over and not is_first and time.monotonic() - self._printed < interval:
             return
+        self._has_named |= is_first
         self._printed = time.monotonic()
         if over != self._over:
             self._over, self._last_end = over, self._printed

@@ -20,7 +20,7 @@ from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.runs.resolve import TrialHook
 from vitray.runs.train import train
 from vitray.sweeps.capacity import TrialResources
-from vitray.sweeps.plan import trials_that_fit
+from vitray.sweeps.plan import own_cpus, trials_that_fit
 from vitray.sweeps.population import CONTINUES, continue_from, copy_checkpoint_to
 from vitray.sweeps.schedulers import PROGRESS_KEY, progress
 from vitray.sweeps.space import Space
@@ -179,13 +179,15 @@ class TrialTrainable(tune.Trainable):
 
         try:
             run = context.base.replace(settings)
+            concurrent = max(1, trials_that_fit(context.base, context.resources, context.trials))
             hook = TrialHook(
                 parent_uid=context.parent_uid,
                 should_stop=should_stop,
                 waits_for_decision=context.space.scheduler.traits.decides,
                 dataset=context.dataset,
-                concurrent_trials=max(1, trials_that_fit(context.base, context.resources, context.trials)),
+                concurrent_trials=concurrent,
                 has_cpus=context.has_cpus,
+                own_cpus=own_cpus(context.resources, concurrent),
                 stop_requested=self._stop_requested,
             )
             state = train(run, name, context.sweep_dir, hook=hook).state

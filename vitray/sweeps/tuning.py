@@ -53,7 +53,8 @@ def run_trials(plan: SweepPlan, store: TrialStore, parent_uid: str, ownership: O
         has_cpus=plan.has_cpus,
         environment=trial_environment(),
     )
-    trainable = tune.with_resources(tune.with_parameters(TrialTrainable, context=context), {"CPU": DRIVER_CPUS})
+    cpus = resources.cpus if resources.is_alone else DRIVER_CPUS
+    trainable = tune.with_resources(tune.with_parameters(TrialTrainable, context=context), {"CPU": cpus})
     searcher = None
     if is_population := space.scheduler.traits.is_population:
         restore_population(store, plan.trials)

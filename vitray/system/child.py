@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +27,7 @@ def serve(connection: Connection) -> None:
             try:
                 reply: Any = answer(*request)
             except Exception as error:
+                error.add_note("".join(traceback.format_exception(error)))  # a pickled error loses its traceback
                 reply = error
             connection.send(reply)
 
@@ -63,6 +65,10 @@ class Child:
     def pid(self) -> int:
         """The process's id."""
         return self._process.pid
+
+    def is_alive(self) -> bool:
+        """Return whether it runs."""
+        return self._process.poll() is None
 
     def submit(self, *request: Any) -> Future[Any]:
         """Ask for an answer to some arguments, after those of earlier calls."""

@@ -3,6 +3,8 @@
 import resource
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -45,6 +47,15 @@ def measure_costs(run: Run, vit: AnyNetwork, device: torch.device) -> dict[str, 
     torch.set_num_threads(threads)
     vit.train(was_training)
     return {"latency_ms": min(times), "peak_memory_bytes": _peak_memory(device)}
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Let the peak memory count from now on: this process may have trained before. macOS keeps a process's peak."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        with suppress(OSError):  # a sandbox without this file
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -19,9 +19,9 @@ from PIL import Image
 
 from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
 from vitray.data.shards.options import Kind, ShardRequest
-from vitray.data.shards.ray_tasks import run_with_progress
 from vitray.data.shards.sources import REJECTS, Listing, Reject, SourceEntry, read_items
 from vitray.data.shards.tables import read_table
+from vitray.data.shards.tasks import Tasks, run_with_progress
 from vitray.errors import ConfigError, cut_middle, printable
 from vitray.system import storage
 
@@ -44,7 +44,7 @@ INSPECTED = pa.schema(
 REJECTED = pa.schema([(name, pa.string()) for name in Reject._fields])
 
 
-def inspect_source(request: ShardRequest, listing: Listing, at_a_time: int) -> tuple[pa.Table, list[Reject]]:
+def inspect_source(request: ShardRequest, listing: Listing, tasks: Tasks) -> tuple[pa.Table, list[Reject]]:
     """Return the usable images in the order of the listing, and the rejects; too many rejects are an error."""
     size = request.settings.chunk
     chunks = [listing.items[start : start + size] for start in range(0, len(listing.items), size)]
@@ -63,7 +63,7 @@ def inspect_source(request: ShardRequest, listing: Listing, at_a_time: int) -> t
     done = set(storage.list_files(storage.join(request.dest, WORK)))
     left = [(chunk, name) for chunk, name in zip(chunks, names, strict=True) if f"found-{name}.parquet" not in done]
     calls = [(request, listing.kind, chunk, name) for chunk, name in left]
-    run_with_progress(inspect_chunk, calls, [len(chunk) for chunk, _ in left], "inspected", at_a_time)
+    run_with_progress(tasks, inspect_chunk, calls, [len(chunk) for chunk, _ in left], "inspected")
     with ThreadPoolExecutor(8) as pool:  # reads may wait for a network
         files = pool.map(lambda name: storage.read_bytes(_table_file(request, name)), names)
         images = pa.concat_tables([pq.ParquetFile(io.BytesIO(content)).read() for content in files])

@@ -12,7 +12,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
@@ -35,7 +34,6 @@ from vitray.data.shards.manifest import (
     save_dataset,
 )
 from vitray.data.shards.options import ShardRequest, ShardSettings
-from vitray.data.shards.ray_tasks import run_tasks, run_with_progress, tasks_at_a_time
 from vitray.data.shards.sources import (
     DetectedSource,
     Listing,
@@ -46,6 +44,7 @@ from vitray.data.shards.sources import (
     shuffle_key,
 )
 from vitray.data.shards.tables import ImageTable
+from vitray.data.shards.tasks import Tasks, open_tasks, run_with_progress
 from vitray.errors import ConfigError, nearest
 from vitray.system import storage
 from vitray.system.lease import FOLDER, check_owner, own_folder
@@ -84,27 +83,27 @@ def write_dataset(request: ShardRequest) -> Dataset:
 
 def _write_owned(request: ShardRequest, detected: DetectedSource, owner: str) -> Dataset:
     """Write the dataset into a folder that this process owns."""
-    with tasks_at_a_time(request.settings.workers) as at_a_time:
-        listing = list_source(request, detected, partial(run_tasks, at_a_time=at_a_time))
+    with open_tasks(request.settings.workers) as tasks:
+        listing = list_source(request, detected, tasks.run)
         listing = select_classes(listing, request.settings.classes)
         if request.index_only:
             _check_indexable(listing)
         # The first file in the folder: it marks the folder as ours.
         storage.write_bytes(storage.join(request.dest, WORK, "job.json"), json.dumps(request.recorded()).encode())
-        images, rejects = inspect_source(request, listing, at_a_time)
+        images, rejects = inspect_source(request, listing, tasks)
         duplicates, in_train = find_duplicates(images, request.settings.dedupe)
         removed: list[Reject] = []
         if request.index_only:
             duplicates = duplicates.model_copy(update={"removed": 0})
             calls = [(table, request.source, request.dest) for _, table in listing.tables]
-            indexed = run_tasks(index_shard, calls, at_a_time)
+            indexed = tasks.run(index_shard, calls)
             shards = [(split, shard) for (split, _), shard in zip(listing.tables, indexed, strict=True)]
         else:
             names = images["name"].to_pylist()
             for row, other in in_train.items():
                 removed.append(Reject("train", names[row], f"shows the same as {names[other]}"))
             images = images.take([row for row in range(images.num_rows) if row not in in_train])
-            shards = _write_shards(request, images, at_a_time, owner)
+            shards = _write_shards(request, images, tasks, owner)
     check_owner(request.dest, owner)
     write_rejects(request, [*rejects, *removed])
     dataset = _describe(request, listing, images, shards, rejects, duplicates)
@@ -251,7 +250,7 @@ def plan_shards(images: pa.Table, settings: ShardSettings) -> list[ShardPlan]:
 # ---- second pass: the shards -----------------------------------------------------------------------------------------
 
 
-def _write_shards(request: ShardRequest, images: pa.Table, at_a_time: int, owner: str) -> Shards:
+def _write_shards(request: ShardRequest, images: pa.Table, tasks: Tasks, owner: str) -> Shards:
     """Write the shards of each split; shards of an interrupted command remain as they are."""
     plans = plan_shards(images, request.settings)
     marks = [
@@ -265,7 +264,7 @@ def _write_shards(request: ShardRequest, images: pa.Table, at_a_time: int, owner
         if name.startswith(f"{WORK}/") and name[len(WORK) + 1 :].rpartition("-")[0] in rewritten:
             storage.remove(storage.join(request.dest, name))
     calls = [(request.dest, plan.name, plan.rows, plan.row_group, mark, owner) for plan, mark in left]
-    run_with_progress(write_shard, calls, [plan.rows.num_rows for plan, _ in left], "written", at_a_time)
+    run_with_progress(tasks, write_shard, calls, [plan.rows.num_rows for plan, _ in left], "written")
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(lambda mark: storage.read_bytes(storage.join(request.dest, mark)), marks))
     return [(plan.split, Shard.model_validate_json(text)) for plan, text in zip(plans, texts, strict=True)]

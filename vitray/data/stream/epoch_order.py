@@ -41,6 +41,8 @@ ROWS = 1024
 PIECE_BYTES = 208 * 2**20
 # Rows of a block for each worker: at 2,000 images/s a worker, 125 blocks/s.
 BLOCK_ROWS = 16
+# Positions of the first range of a hurried stream, whose images a first step waits for; the next ranges double.
+FIRST = 128
 # Tasks whose blocks memory holds at a time, for each worker: about three run, others wait for their turn.
 TASKS_PER_WORKER = 8
 
@@ -258,25 +260,35 @@ class Cut(NamedTuple):
         """Return the place of a worker in the order in which pieces deal their blocks."""
         return DEAL[rank % self.teams] * self.teams // LANES * self.members + rank // self.teams
 
-    def pieces(self, epoch: int, start: int, end: int) -> Iterator[Piece]:
-        """Yield the pieces of positions `start` to `end` of an epoch, in order."""
+    def pieces(self, epoch: int, start: int, end: int, *, hurried: bool = False) -> Iterator[Piece]:
+        """Yield the pieces of positions `start` to `end` of an epoch, in order; if hurried, the first ones are short.
+
+        Short pieces read row groups again that later ones read, too.
+        """
         if self.is_narrow:
             for at in range(start, end, self.rows):
                 yield Piece(epoch, at, min(at + self.rows, end), 0, LANES, 0)
             return
         region = REGION * self.repeats
         rows = region // self.teams  # of a team in a region
-        parts = 1
-        while rows // parts > self.rows and self.teams * parts < LANES:
-            parts *= 2
-        span = region * max(1, min(self.rows * parts // rows, self.held // region))
-        lanes = LANES // self.teams // parts
+        span = region * max(1, min(self.rows * self._parts(region) // rows, self.held // region))
         team_of = {DEAL[team] * self.teams // LANES: team for team in range(self.teams)}
-        for at in range(start // span * span, end, span):
+        at, length = start, min(FIRST, span) if hurried else span
+        while at < end:
+            stop, parts = min(at + length, (at // span + 1) * span, end), self._parts(length)
+            lanes = LANES // self.teams // parts
             for part in range(parts):
                 for place in range(self.teams):
                     first = (place * parts + part) * lanes
-                    yield Piece(epoch, max(at, start), min(at + span, end), first, first + lanes, team_of[place])
+                    yield Piece(epoch, at, stop, first, first + lanes, team_of[place])
+            at, length = stop, min(2 * length, span)
+
+    def _parts(self, length: int) -> int:
+        """Return into how many parts a team divides its lanes, so that a piece of as many positions has few rows."""
+        parts = 1
+        while length // self.teams // parts > self.rows and self.teams * parts < LANES:
+            parts *= 2
+        return parts
 
     def shares(self, piece: Piece) -> list[np.ndarray]:
         """Return the ascending positions of a piece for each member of its team, in the order of their places."""

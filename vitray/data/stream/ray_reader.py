@@ -66,7 +66,7 @@ class RayReader:
         opener, following = ThreadPoolExecutor(1), None
         try:
             for steps_now, after in zip_longest(executions, executions[1:]):
-                blocks = following.result() if following else self._open_training(steps_now, cut, share)
+                blocks = following.result() if following else self._open_training(steps_now, cut, share, hurried=True)
                 reader = BlockReader(blocks, spec.size)
                 for step in steps_now:
                     if step == max(steps_now.start, steps_now.stop - ahead) and after:
@@ -125,16 +125,20 @@ class RayReader:
     def _memory(self) -> int:
         return self._stream.spec.memory or int(ray.cluster_resources()["object_store_memory"]) // 4
 
-    def _open_training(self, steps: range, cut: Cut, share: Share) -> Iterator[Images]:
-        """Start an execution for some steps of the run, and return this worker's blocks."""
+    def _open_training(self, steps: range, cut: Cut, share: Share, *, hurried: bool = False) -> Iterator[Images]:
+        """Start an execution for some steps of the run, and return this worker's blocks; a step waits for the first."""
         iterators, first, last = None, steps.start, steps.stop
         if share.rank == 0:
             self._executions = self._executions[-1:]
             batch, length = self._stream.spec.batch, self._stream.steps
-            starts = ((epoch, epoch * length) for epoch in range(first // length, -(-last // length)))
             pieces = chain.from_iterable(
-                cut.pieces(epoch, max(first - start, 0) * batch, min(last - start, length) * batch)
-                for epoch, start in starts
+                cut.pieces(
+                    epoch,
+                    max(first - epoch * length, 0) * batch,
+                    min(last - epoch * length, length) * batch,
+                    hurried=hurried and epoch == first // length,
+                )
+                for epoch in range(first // length, -(-last // length))
             )
             iterators = self._execute(list(pieces), cut, shuffled=True)
             self._executions.append(iterators)

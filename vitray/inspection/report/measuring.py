@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitray.config.evaluation import NEEDS
-from vitray.data.shards.ray_tasks import ProgressLine
+from vitray.data.shards.tasks import ProgressLine
 from vitray.inference.engine import Job, Span, actor_session, needs_actors, numerics_of, run_job
 from vitray.inference.networks import Networks
 from vitray.inspection.report.figures import FIGURES

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from vitray.data.augment.views import decode_views
-from vitray.data.shards.ray_tasks import ProgressLine
+from vitray.data.shards.tasks import ProgressLine
 from vitray.errors import ConfigError
 from vitray.inference.images import EncodedImage, ImageSet, open_images, undecodable
 from vitray.inference.network_spec import NetworkSpec
