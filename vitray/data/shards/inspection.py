@@ -65,8 +65,7 @@ def inspect_source(request: ShardRequest, listing: Listing, tasks: Tasks) -> tup
     calls = [(request, listing.kind, chunk, name) for chunk, name in left]
     run_with_progress(tasks, inspect_chunk, calls, [len(chunk) for chunk, _ in left], "inspected")
     with ThreadPoolExecutor(8) as pool:  # reads may wait for a network
-        files = pool.map(lambda name: storage.read_bytes(_table_file(request, name)), names)
-        images = pa.concat_tables([pq.ParquetFile(io.BytesIO(content)).read() for content in files])
+        images = pa.concat_tables(pool.map(lambda name: read_table(_table_file(request, name)), names))
     bad = images.filter(images["reason"].is_valid())
     columns = (bad[name].to_pylist() for name in ("split", "name", "reason"))
     rejects = sorted([*listing.rejects, *map(Reject, *columns)])

@@ -63,10 +63,10 @@ def _opened(url: str, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
 def read_table(url: str) -> pa.Table:
     """Return a Parquet file that vitray wrote.
 
-    `pq.read_table` would free the file's bytes in a thread of Arrow, which aborts an interpreter that ends meanwhile.
+    In this thread: others of Arrow may free the file's bytes a little later, which aborts an interpreter that ends.
     """
     with pq.ParquetFile(io.BytesIO(storage.read_bytes(url))) as file:
-        return file.read()
+        return file.read(use_threads=False)
 
 
 def find_column(names: Sequence[str], asked: str | None, usual: Sequence[str], where: str, setting: str) -> str:
