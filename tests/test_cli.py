@@ -35,8 +35,8 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
 
 def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert main(["shard", "demo", str(tmp_path / "data")]) == 2
-    assert re.search(r"needs ray, .*; train --here, evaluate, inspect and predict work", capsys.readouterr().err)
+    assert main(["sweep", "demo", "demo_lr", "--out", str(tmp_path)]) == 2
+    assert re.search(r"needs ray, .*; shard, train --here, evaluate, inspect and predict work", capsys.readouterr().err)
 
 
 def test_an_unknown_verb_suggests_the_nearest(capsys):

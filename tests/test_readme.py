@@ -141,7 +141,9 @@ def check_command(words: list[str]) -> None:
         case "vitray":
             check_vitray(args)
         case "torchrun":
-            check_vitray(args[args.index("vitray") + 1 :])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("WORLD_SIZE", args[args.index("--nproc-per-node") + 1])
+                check_vitray(args[args.index("vitray") + 1 :])
         case "make":
             targets = [arg for arg in args if "=" not in arg]
             assert all(re.search(rf"^{target}:", Path("Makefile").read_text(), re.MULTILINE) for target in targets)
