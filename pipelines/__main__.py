@@ -108,14 +108,14 @@ def run_verb(verb: Callable[[list[str]], dict[str, Any]], args: Sequence[str] | 
         return 1
     finally:
         if is_main:
-            signal.signal(signal.SIGTERM, handler)
+            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)  # None is one that Python did not set
     if "--json" in args:
         print(json.dumps(result))
     return 0
 
 
 def _end(number: int, _frame: Any) -> None:
-    """End as Python ends: folders are given back, and processes of ours end."""
+    """Raise an exception, so that leases are released and child processes end."""
     raise SystemExit(128 + number)
 
 

@@ -55,8 +55,7 @@ def train(
 ) -> Outcome:
     """Train a new run, or resume the interrupted run of this name, and return its outcome.
 
-    With `here` this process trains, without Ray; so does each process that torchrun has started, and a trial that has
-    CPUs of its own.
+    With `here` this process trains, without Ray; so does each process that torchrun has started.
     """
     called = time.monotonic()
     storage.check_name(name, "name")
