@@ -38,8 +38,11 @@ down: .venv/.installed  ## save MLflow's records, and end the cluster
 # Two processes: the tests that share one Ray mostly wait for its workers, and run beside the others.
 PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20
 
+# A test whose end hangs after its own timeout shows where, and ends its process.
+BOUND := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+
 test: .venv/.installed  ## install missing packages and run the tests (CPU, about ten minutes)
-	@$(BIN)/python $(PYTEST)
+	@$(BIN)/python $(PYTEST) $(BOUND)
 
 .venv-oldest/.installed: .venv/.installed constraints-oldest.txt
 	@$(PYTHON) -m venv --clear .venv-oldest
@@ -47,7 +50,7 @@ test: .venv/.installed  ## install missing packages and run the tests (CPU, abou
 	@touch $@
 
 test-oldest: .venv-oldest/.installed  ## run the same tests with the lowest versions that pyproject.toml allows
-	.venv-oldest/bin/python $(PYTEST)
+	.venv-oldest/bin/python $(PYTEST) $(BOUND)
 
 # Packages of the slow tests: hosts with their own network, Ceph's S3, PostgreSQL, a browser, ssh.
 PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 util-linux systemd \

@@ -99,6 +99,28 @@ def ray_cluster(s3_server) -> Iterator[str]:
         yield ray.get_runtime_context().gcs_address
 
 
+@pytest.fixture(scope="module", autouse=True)
+def idle_ray() -> Iterator[None]:
+    """Fail the last test of a module that leaves work on the shared Ray: a later one would wait for its CPUs."""
+    yield
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return
+    end, total = time.monotonic() + 60, ray.cluster_resources().get("CPU")
+    while (free := ray.available_resources().get("CPU", 0.0)) != total:
+        if time.monotonic() > end:
+            from ray.util.state import list_actors, list_placement_groups, list_tasks
+
+            address = ray.get_runtime_context().gcs_address
+            left = {
+                "placement groups": list_placement_groups(address, filters=[("state", "=", "CREATED")]),
+                "actors": list_actors(address, filters=[("state", "!=", "DEAD")]),
+                "tasks": list_tasks(address, filters=[("state", "=", "RUNNING")]),
+            }
+            pytest.fail(f"{free} of {total} CPUs are free; left: {left}")
+        time.sleep(0.2)
+
+
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory) -> Path:
     """An empty MLflow store, created once: the creation of its tables takes seconds."""

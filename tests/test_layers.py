@@ -1,6 +1,7 @@
 """Import rules: the layers ("floors") of modules, and the packages ("doors") that may import a platform."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Collection
@@ -79,8 +80,9 @@ LIGHT = (
 )
 
 
+@functools.cache
 def modules(root: Path) -> dict[str, ast.Module]:
-    """{dotted name: syntax tree} of our source under `root`."""
+    """{dotted name: syntax tree} of our source under `root`; do not change it."""
     trees = {}
     for folder in ("vitray", "pipelines"):
         for path in sorted((root / folder).rglob("*.py")):
@@ -89,19 +91,25 @@ def modules(root: Path) -> dict[str, ast.Module]:
     return trees
 
 
+@functools.cache
+def import_statements(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
+    """The imports of a module, inside functions too."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports(tree: ast.Module, ours: Collection[str] = ()) -> set[str]:
     """Return every dotted name that a module imports, inside functions too.
 
     `from a import b` counts as a.b, and as a as well unless a.b is one of our modules.
     """
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in import_statements(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"line {node.lineno}: a relative import hides its layer"
             imported = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= imported if imported <= set(ours) else imported | {node.module or ""}
+            names |= imported if all(name in ours for name in imported) else imported | {node.module or ""}
     return names
 
 

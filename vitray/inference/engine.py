@@ -189,37 +189,43 @@ def _on_actors(job: Job, spans: Sequence[Span], workers: int | None) -> Iterator
     waiting = list(reversed(spans))
     idle: list[Any] = []  # an actor once for each further chunk that it can take
     losses = Counter[Span]()
-    while waiting or running:
-        for done in ray.wait([*starting, *running])[0]:
-            actor = starting[done] if done in starting else running[done][0]
-            try:
-                if starting.pop(done, None) is not None:
-                    ray.get(done)
-                    idle += [actor] * AT_A_TIME
-                else:
-                    _, span = running.pop(done)
-                    try:
-                        chunk = ray.get(done)
-                    except lost as error:
-                        waiting.append(span)
-                        losses[span] += 1
-                        if losses[span] > RETRIES:
-                            died = f"{losses[span]} actors have died with images {span[0]} to {span[1]}"
-                            raise RunError(f"{died}: {one_line(error)[:500]}") from None
-                        raise
-                    yield chunk
-                    idle.append(actor)
-            except lost as error:
-                idle = [each for each in idle if each is not actor]
-                if not (starting or running or idle):
-                    raise RunError(f"all {count} actors have died: {one_line(error)[:500]}") from None
-            except RayTaskError as error:
-                if isinstance(error.cause, ConfigError):
-                    raise error.cause from None
-                raise
-            while idle and waiting:
-                actor, span = idle.pop(), waiting.pop()
-                running[actor.chunk.remote(*span)] = actor, span
+    try:
+        while waiting or running:
+            for done in ray.wait([*starting, *running])[0]:
+                actor = starting[done] if done in starting else running[done][0]
+                try:
+                    if starting.pop(done, None) is not None:
+                        ray.get(done)
+                        idle += [actor] * AT_A_TIME
+                    else:
+                        _, span = running.pop(done)
+                        try:
+                            chunk = ray.get(done)
+                        except lost as error:
+                            waiting.append(span)
+                            losses[span] += 1
+                            if losses[span] > RETRIES:
+                                died = f"{losses[span]} actors have died with images {span[0]} to {span[1]}"
+                                raise RunError(f"{died}: {one_line(error)[:500]}") from None
+                            raise
+                        yield chunk
+                        idle.append(actor)
+                except lost as error:
+                    idle = [each for each in idle if each is not actor]
+                    if not (starting or running or idle):
+                        raise RunError(f"all {count} actors have died: {one_line(error)[:500]}") from None
+                except RayTaskError as error:
+                    if isinstance(error.cause, ConfigError):
+                        raise error.cause from None
+                    raise
+                while idle and waiting:
+                    actor, span = idle.pop(), waiting.pop()
+                    running[actor.chunk.remote(*span)] = actor, span
+    finally:
+        # Otherwise they keep their CPUs after the loss of one until Python's next garbage collection: Ray's error holds
+        # its own traceback, and so this frame and its references.
+        for actor in actors:
+            ray.kill(actor)
 
 
 def decoders_of(nodes: Sequence[Mapping[str, Any]], actors: int) -> int:
