@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from vitray.config import Run as Run
     from vitray.config import load_run as load_run
     from vitray.config.model_names import parse_name as parse_name
+    from vitray.data.loader import Loader as Loader
     from vitray.errors import ConfigError as ConfigError
     from vitray.models.counts import count as count
     from vitray.models.vit import ViT as ViT
@@ -28,6 +29,7 @@ PUBLIC = {
     "Model": "vitray.config",
     "Run": "vitray.config",
     "load_run": "vitray.config",
+    "Loader": "vitray.data.loader",
     "train": "vitray.runs.train",
     "count": "vitray.models.counts",
     "parse_name": "vitray.config.model_names",

@@ -22,15 +22,15 @@ from ray.exceptions import GetTimeoutError
 from vitray.config import Run
 from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.stream.batches import HostBatch, Share
-from vitray.data.stream.prefetch import Prefetcher
+from vitray.data.stream.prefetch import Prefetcher, all_reduce_max, new_broadcast
 from vitray.errors import ConfigError, RunError
 from vitray.runs.placement import await_nodes, place_workers
 from vitray.runs.ray_host import ENVIRONMENT, RayStart
 from vitray.system.timing import circumstances, in_rounds, ratio_of, spread_of
 from vitray.tasks.supervised import Teacher
-from vitray.training.data import own_broadcast, training_spec, with_masks
+from vitray.training.data import training_spec, with_masks
 from vitray.training.learner import build_learner, wrap_model
-from vitray.training.loop import all_reduce_max, take_step
+from vitray.training.loop import take_step
 from vitray.training.resolved import ResolvedRun
 
 # Seconds for the workers to start, which import torch, and for a stream to give its first batch.
@@ -98,8 +98,8 @@ class DataWorker:
         torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
         host: Any = self
         self._learner = wrap_model(build_learner(run, host), run)
-        self._share = Share(self._rank, self._workers, own_broadcast())
-        self._agreed = own_broadcast()
+        self._share = Share(self._rank, self._workers, new_broadcast())
+        self._agreed = new_broadcast()
         return circumstances(self.device, self._start.threads)
 
     def measure(self, part: Part, seconds: float) -> Measured:

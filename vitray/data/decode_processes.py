@@ -29,6 +29,10 @@ class DecodeProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
         for child in self._children:
             child.close()
 

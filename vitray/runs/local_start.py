@@ -42,6 +42,6 @@ def decode_processes(place: Place, own_cpus: int | None) -> Iterator[DecodeProce
         return
     if _kept is None or len(_kept) != number or not _kept.are_alive():
         if _kept is not None:
-            _kept.__exit__()
+            _kept.close()
         _kept = DecodeProcesses(number)
     yield _kept

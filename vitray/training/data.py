@@ -1,10 +1,5 @@
 """A worker's part of the training and evaluation data, from any step of the run."""
 
-from collections.abc import Callable
-from typing import Any
-
-import torch.distributed as dist
-
 from vitray.config import Run
 from vitray.config.pretraining import Masked
 from vitray.data.augment.masks import draw_sources
@@ -31,23 +26,6 @@ def evaluation_spec(resolved: ResolvedRun) -> StreamSpec:
 
 def _completed(spec: StreamSpec, run: Run) -> StreamSpec:
     return spec._replace(max_corrupt=run.data.max_corrupt, cache=run.data.cache, seed=run.seed)
-
-
-def own_broadcast() -> Callable[[Any], Any]:
-    """Return a function that returns the first worker's value on every worker; all workers call both.
-
-    It has a process group of its own: the threads that read ahead use it while the main thread trains.
-    """
-    if not dist.is_initialized():
-        return lambda value: value
-    group: Any = dist.new_group(backend="gloo")
-
-    def broadcast(value: Any) -> Any:
-        values = [value]
-        dist.broadcast_object_list(values, 0, group=group)
-        return values[0]
-
-    return broadcast
 
 
 def with_masks(batch: HostBatch, run: Run, epoch: int | None) -> HostBatch:

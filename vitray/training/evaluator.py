@@ -9,14 +9,14 @@ from torch import Tensor
 
 from vitray.config import Run
 from vitray.data.stream.batches import Share
-from vitray.data.stream.prefetch import Prefetcher
+from vitray.data.stream.prefetch import Prefetcher, new_broadcast
 from vitray.data.stream.stream import Stream
 from vitray.metrics.scores import EvaluationSet, Score, broadcast_buffers, evaluate, evaluate_loss
 from vitray.models.probabilities import probability_of
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tasks.build import Task, build_task
 from vitray.training import checkpoints
-from vitray.training.data import evaluation_spec, own_broadcast, with_masks
+from vitray.training.data import evaluation_spec, with_masks
 from vitray.training.examples import ExampleImages
 from vitray.training.host import Host
 from vitray.training.learner import Learner
@@ -32,7 +32,7 @@ class Evaluator:
         self.latest_step: int | None = None
         """The step of the last evaluation that was started."""
         self._run_dir, self._host, self._learner = run_dir, host, learner
-        share = Share(host.rank, host.workers, own_broadcast())
+        share = Share(host.rank, host.workers, new_broadcast())
         self._scorer = None
         if resolved.run.evaluate.where == "workers":
             val = host.open_stream(evaluation_spec(resolved))

@@ -21,13 +21,13 @@ from vitray.data.augment.keyed_random import step_generator
 from vitray.data.augment.mixing import BatchRows, BatchSettings, DeviceBatch, normalized, prepare_batch
 from vitray.data.stream.batches import Share
 from vitray.data.stream.decoding import read_rows
-from vitray.data.stream.prefetch import Prefetcher
+from vitray.data.stream.prefetch import Prefetcher, all_reduce_max, new_broadcast
 from vitray.data.stream.stream import Stream
 from vitray.metrics.scores import gather_names
 from vitray.models.stems import use_patch
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Saver
-from vitray.training.data import own_broadcast, training_spec, with_masks
+from vitray.training.data import training_spec, with_masks
 from vitray.training.evaluator import Evaluator, autocast, evaluation_message, log_scores
 from vitray.training.host import Host, Notice
 from vitray.training.learner import Learner, build_learner, checkpoint_of, resume, rewind, wrap_model
@@ -154,7 +154,7 @@ class Progress:
 def start_worker(resolved: ResolvedRun, run_dir: str, host: Host) -> tuple[Worker, TrainState]:
     """Return the parts of this worker and the state of the last checkpoint; all workers call this together."""
     run, device = resolved.run, host.device
-    share = Share(host.rank, host.workers, own_broadcast())
+    share = Share(host.rank, host.workers, new_broadcast())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     host.send(WorkersStarted(name, host.workers))
     if device.type == "cpu":
@@ -429,12 +429,3 @@ def all_reduce_metrics(
         dist.all_reduce(numbers)
     sums, at = numbers.tolist(), len(counts)
     return [sums[start : start + 2] for start in range(at, len(sums), 2)], [int(each) for each in sums[:at]]
-
-
-def all_reduce_max(number: int, device: torch.device) -> int:
-    """Return the largest of all workers' numbers."""
-    if not dist.is_initialized():
-        return number
-    numbers = torch.tensor([number], device=device)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    return int(numbers)

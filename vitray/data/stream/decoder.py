@@ -1,7 +1,9 @@
 """What a process of `LocalReader` does: it decodes positions of streams, and remembers row groups it has read."""
 
 from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +23,29 @@ class Source(NamedTuple):
     rows: SplitRows
     order: EpochOrder
     view: ViewSettings
+
+
+class DecodeThread:
+    """A thread of this process in place of `DecodeProcesses`: it starts at once, and computes beside the caller."""
+
+    def __init__(self) -> None:
+        self._decoder, self._thread, self._numbers = Decoder(), ThreadPoolExecutor(1), count()
+
+    def __len__(self) -> int:
+        return 1
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def new_stream(self) -> int:
+        """Return a number for a stream."""
+        return next(self._numbers)
+
+    def submit(self, place: int, number: int, source: Source, epoch: int, positions: np.ndarray) -> "Future[Images]":
+        """Decode positions of an epoch."""
+        assert place == 0
+        return self._thread.submit(self._decoder.decode, number, source, epoch, positions)
 
 
 class Decoder:

@@ -12,7 +12,7 @@ import numpy as np
 
 from vitray.data.decode_processes import DecodeProcesses
 from vitray.data.stream.batches import Share
-from vitray.data.stream.decoder import Source
+from vitray.data.stream.decoder import DecodeThread, Source
 from vitray.data.stream.decoding import Images, empty_images, joined
 from vitray.data.stream.epoch_order import LANES, lanes_of, positions_of
 from vitray.data.stream.stream import Stream
@@ -26,7 +26,7 @@ AHEAD = 2
 class LocalReader:
     """One stream read by processes of this machine; `stream.Reader` says what its methods do."""
 
-    def __init__(self, stream: Stream, processes: DecodeProcesses) -> None:
+    def __init__(self, stream: Stream, processes: DecodeProcesses | DecodeThread) -> None:
         self._stream, self._processes = stream, processes
 
     def train(self, steps: range, share: Share) -> Generator[Images, None, None]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from vitray.data.augment.mixing import DeviceBatch
@@ -109,6 +110,35 @@ class Prefetcher:
                 apply_draws(images, batch.draws)
         copied = self._copies.record_event() if self._copies else None
         return DeviceBatch(images, labels, batch.positions, batch.rows, masks), copied
+
+
+# ---- what workers agree on -------------------------------------------------------------------------------------------
+
+
+def new_broadcast() -> Callable[[Any], Any]:
+    """Return a function that returns the first worker's value on every worker; all workers call both.
+
+    It has a process group of its own: the threads that read ahead use it while the main thread trains.
+    """
+    if not dist.is_initialized():
+        return lambda value: value
+    group: Any = dist.new_group(backend="gloo")
+
+    def broadcast(value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, 0, group=group)
+        return values[0]
+
+    return broadcast
+
+
+def all_reduce_max(number: int, device: torch.device) -> int:
+    """Return the largest of all workers' numbers."""
+    if not dist.is_initialized():
+        return number
+    numbers = torch.tensor([number], device=device)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return int(numbers)
 
 
 def _own_tensor(array: np.ndarray, pinned: bool) -> Tensor:
