@@ -198,6 +198,9 @@ def test_two_loops_on_one_loader_are_refused(folder):
             iter(loader)
         first.close()
         assert len(epochs(loader)) == 6
+        counted = iter(loader)
+        assert len([next(counted) for _ in range(6)]) == 6
+        assert len(epochs(loader)) == 6
     with pytest.raises(ConfigError, match="this loader is closed"):
         next(iter(loader))
 

@@ -17,6 +17,7 @@ from vitray.config import Model, Run, load_run
 from vitray.config.classification import Supervised
 from vitray.config.parsing import parse_overrides
 from vitray.data.shards import read_request, write_dataset
+from vitray.data.shards.demo import demo_item
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 pytestmark = pytest.mark.ray
@@ -77,10 +78,15 @@ def folder(tmp_path_factory, ray_cluster):
     for name in CLONED:
         (folder / name).symlink_to(ROOT / name)
     write_dataset(read_request("demo", str(folder / "data/demo"), overrides=["images=100", "image_size=32"]))
+    (folder / "data/photos").symlink_to(folder / "data/demo")
+    for number, name in enumerate(("cat", "dog"), start=1):
+        (folder / "photos" / name).mkdir(parents=True)
+        (folder / "photos" / name / f"{number:04d}.jpg").write_bytes(demo_item(number, 0, 32, "shape")[0])
     (folder / "my_recipe.yaml").write_text(recipes.path_of("demo").read_text())
     vit = ViT(Model(name="vit_u2x1_8", image_size=32, num_classes=10))
     classes, base = [str(index) for index in range(10)], str(folder / "models/deit3_b")
     save_model(base, Run(model=vit.model), vit, classes)
+    save_model(str(folder / "runs/photos/model"), Run(model=vit.model), vit, classes)
     for name in ("cars", "birds"):
         vit.head.bias.data += 1
         save_model(str(folder / "models" / name), Run(model=vit.model), vit, classes, relative_to=base)
@@ -188,8 +194,8 @@ def test_a_space_is_planned(inside, tmp_path, monkeypatch, block):
     assert main(["sweep", "demo", str(tmp_path / "space.yaml"), "model.image_size=32", "--dry-run"]) == 0
 
 
-# Python that needs a cluster or exports: test_walkthrough.py runs it.
-SLOW_PYTHON = ("ray_session", "exports/")
+# Python that needs exports: test_walkthrough.py runs it.
+SLOW_PYTHON = ("exports/",)
 
 
 @pytest.mark.parametrize(

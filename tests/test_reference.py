@@ -46,7 +46,7 @@ def test_every_import_of_readme_and_docs_is_on_the_python_page():
     blocks = [block for page in pages for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)]
     imports = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
     named = {(node.module, each.name) for node in imports if node.module.startswith("vitray") for each in node.names}
-    assert len(named) > 10
+    assert len(named) > 5
     titles = re.findall(r"^(##+) ([\w.]+)$", PAGES["python.md"], re.MULTILINE)
     module, shown = "", set()
     for level, title in titles:
@@ -61,7 +61,7 @@ def test_the_python_page_has_signatures_fields_and_methods():
     assert "def load_model(url: str) -> LoadedModel\n```\n\nReturn the content of a model folder" in page
     assert "| `step` |" not in page.partition("### Outcome")[0]
     assert "| `val_top1` | <code>float &#124; None</code> | Score of the weights in the model folder; None" in page
-    assert "def train(self, start: int, end: int, share: Share) -> Iterator[HostBatch]" in page
+    assert "def load_state_dict(self, state: Mapping[str, Any]) -> None" in page
     assert "def __init__" not in page
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vitray.config.model_names import parse_name as parse_name
     from vitray.data.loader import Loader as Loader
     from vitray.errors import ConfigError as ConfigError
+    from vitray.inference.loaded import load as load
     from vitray.models.counts import count as count
     from vitray.models.vit import ViT as ViT
     from vitray.models.vit import regroup as regroup
@@ -31,6 +32,7 @@ PUBLIC = {
     "load_run": "vitray.config",
     "Loader": "vitray.data.loader",
     "train": "vitray.runs.train",
+    "load": "vitray.inference.loaded",
     "count": "vitray.models.counts",
     "parse_name": "vitray.config.model_names",
     "ViT": "vitray.models.vit",

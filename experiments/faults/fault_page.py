@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fault_subjects import ROOT, SCRIPTS, SUBJECTS, Settings
+from fault_subjects import LOOPS, ROOT, SCRIPTS, SUBJECTS, Settings
 
 CELLS, PAGE = SCRIPTS / "cells", ROOT / "docs" / "faults.md"
 # {(subject, fault): the cell's JSON}
@@ -25,6 +25,8 @@ FAULT_TEXTS = {
     "elastic": ("2, 1, 2 workers", "SIGTERM at step 72, one worker to step 136, SIGTERM, two workers to the end."),
     "disk_full": ("A full disk", "The disk of the output is full from step 104, for 45 s or until the run ends."),
 }
+# Of the loops around `vitray.Loader`; what else fails is the framework's to survive.
+LOOP_FAULTS = ("none", "sigkill_driver", "sigkill_worker", "elastic")
 COLUMNS = (
     "",
     "images repeated",
@@ -52,6 +54,7 @@ def faults_page(cells: Cells) -> str:
     for fault, (title, text) in FAULT_TEXTS.items():
         parts.append(f"## {title}\n\n{text}\n\n{_table(cells, fault)}\n")
         parts += [f"{line}\n" for line in (best_line(cells, fault), _notes(cells, fault)) if line]
+    parts.append(_loops(cells))
     parts.append(_commands(cells))
     return "\n".join(parts)
 
@@ -157,6 +160,32 @@ def best_line(cells: Cells, fault: str) -> str:
     return f"{text} Each image as often as without the fault: {', '.join(exact) or 'none'}."
 
 
+def _loops(cells: Cells) -> str:
+    """Return the table of the loops around `vitray.Loader`."""
+    parts = [LOOPS_HEAD, f"| loop | {' | '.join(FAULT_TEXTS[fault][0] for fault in LOOP_FAULTS)} |"]
+    parts.append("|---" * (len(LOOP_FAULTS) + 1) + "|")
+    for name, loop in LOOPS.items():
+        texts = [loop_text(cells, name, fault) for fault in LOOP_FAULTS]
+        parts.append(f"| [{loop.title}]({LOOPS_FOLDER}/{loop.title}): {loop.saves} | {' | '.join(texts)} |")
+    return "\n".join(parts) + "\n"
+
+
+def has_cell(name: str, fault: str) -> bool:
+    """Return whether a loop around the loader is measured with a fault."""
+    return fault in LOOP_FAULTS and not (fault == "elastic" and LOOPS[name].is_alone)
+
+
+def loop_text(cells: Cells, name: str, fault: str) -> str:
+    """Return a cell of a loop: its images, its weights."""
+    cell = cells.get((name, fault))
+    if cell is None:
+        return "not measured" if has_cell(name, fault) else "-"
+    images = f"{cell['repeated']:,} repeated, {cell['skipped']:,} skipped"
+    if cell["other_steps"]:
+        images += f", {cell['other_steps']:,} steps on others"
+    return f"{images}; weights {row_of(cell)[4]}"
+
+
 def _notes(cells: Cells, fault: str) -> str:
     lines = [
         f"- {subject.title}: {'; '.join(cells[name, fault]['notes'])}."
@@ -179,6 +208,13 @@ def _commands(cells: Cells) -> str:
     return "\n".join(parts)
 
 
+LOOPS_FOLDER = "../experiments/loops"
+LOOPS_HEAD = """## The loader in loops of others
+
+The same faults in loops around `vitray.Loader`: images that went into the final weights more or less often than
+without the fault, and these weights. Each framework saves and resumes by its own means, and the loader's state with it.
+timm's train.py cannot distribute to CPUs: it trains with one worker.
+"""
 HEAD = """# What a fault costs
 
 What happens to a training run after a fault, in vitray and in four stacks that people use, and how to measure the

@@ -85,6 +85,8 @@ class Subject(NamedTuple):
     """The final weights in the output folder."""
     loss: str | None
     """The name of the loss in MLflow; None where it has another tracking."""
+    is_alone: bool = False
+    """Whether it trains with one worker: timm's train.py cannot distribute to CPUs."""
 
 
 def environment(place: Place, settings: Settings, workers: int) -> Mapping[str, str]:
@@ -197,9 +199,46 @@ SUBJECTS = {
 }
 
 
+def _loop(script: str, *packages: str, saves: str, checkpoints: str, is_alone: bool = False) -> Subject:
+    """Return a loop of experiments/loops around `vitray.Loader`."""
+
+    def command(place: Place, _: Settings, workers: int) -> list[str]:
+        words = [str(ROOT / "experiments" / "loops" / script), *([str(place.timm)] if "timm" in script else [])]
+        return [*_torchrun(place, workers, "with_loader.py", 3), *words]
+
+    versions = ("vitray", *packages, "torch")
+    return Subject(script, (), versions, command, saves, checkpoints, "final.safetensors", None, is_alone)
+
+
+LOOPS = {
+    "loader-torch": _loop("torch_ddp.py", saves="`torch.save` every 16 steps", checkpoints="last.pt"),
+    "loader-accelerate": _loop(
+        "with_accelerate.py",
+        "accelerate",
+        saves="`save_state()` every 16 steps, with the loader registered",
+        checkpoints="checkpoints/checkpoint_*",
+    ),
+    "loader-huggingface": _loop(
+        "with_trainer.py",
+        "transformers",
+        saves="`save_steps=16`; the loader seeks the Trainer's step",
+        checkpoints="checkpoint-*",
+    ),
+    "loader-lightning": _loop(
+        "with_lightning.py",
+        "lightning",
+        saves="`ModelCheckpoint(every_n_train_steps=16, save_last=True)`, which stores the loader's state",
+        checkpoints="*.ckpt",
+    ),
+    "loader-timm": _loop(
+        "with_timm.py", "timm", saves="timm's own, after each epoch", checkpoints="run/*.pth.tar", is_alone=True
+    ),
+}
+
+
 def python_of(name: str, environments: Path) -> Path:
     """Return the interpreter of a subject."""
-    return environments / name / "bin" / "python" if SUBJECTS[name].packages else Path(sys.executable)
+    return environments / name / "bin" / "python" if (SUBJECTS | LOOPS)[name].packages else Path(sys.executable)
 
 
 def shown(command: list[str], place: Place) -> str:
@@ -215,7 +254,7 @@ def shown(command: list[str], place: Place) -> str:
 
 def make_environment(name: str, environments: Path) -> None:
     """Install a subject's packages in an environment of its own, unless that is done."""
-    packages, done = SUBJECTS[name].packages, environments / name / "installed.json"
+    packages, done = (SUBJECTS | LOOPS)[name].packages, environments / name / "installed.json"
     if not packages or (done.exists() and json.loads(done.read_text()) == list(packages)):
         return
     uv, folder = Path(sys.executable).with_name("uv"), environments / name
@@ -235,7 +274,7 @@ def make_environment(name: str, environments: Path) -> None:
 
 def versions_of(name: str, environments: Path) -> dict[str, str]:
     """Return the versions of a subject's packages."""
-    command = [str(python_of(name, environments)), "-c", VERSIONS, *SUBJECTS[name].versions]
+    command = [str(python_of(name, environments)), "-c", VERSIONS, *(SUBJECTS | LOOPS)[name].versions]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
-from fault_page import CELLS, PAGE, faults_page, read_cells
+from fault_page import CELLS, PAGE, faults_page, has_cell, read_cells
 from fault_subjects import (
+    LOOPS,
     SUBJECTS,
     Place,
     Settings,
@@ -208,8 +209,8 @@ class Cell:
     """A run of one subject and its starts."""
 
     def __init__(self, name: str, place: Place, settings: Settings) -> None:
-        self.subject, self.place, self.settings = SUBJECTS[name], place, settings
-        self.workers = settings.workers
+        self.subject, self.place, self.settings = (SUBJECTS | LOOPS)[name], place, settings
+        self.workers = 1 if self.subject.is_alone else settings.workers
         self.commands: list[str] = []
         self.notes: list[str] = []
         self.since: float | None = None
@@ -463,7 +464,9 @@ def _small_disk(folder: Path) -> Iterator[None]:
 def main() -> None:
     """Run the missing cells and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stacks", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), metavar="STACK")
+    parser.add_argument(
+        "--stacks", nargs="+", choices=SUBJECTS | LOOPS, default=list(SUBJECTS | LOOPS), metavar="STACK"
+    )
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT")
     parser.add_argument("--work", type=Path, default=Path("bench_out/faults"), help="folder of all files (%(default)s)")
     parser.add_argument("--timm", type=Path, help="train.py of timm's repository, at the version of the package")
@@ -483,10 +486,10 @@ def run_cells(stacks: list[str], faults: list[str], work: Path, timm: Path | Non
     for fault in faults:
         for name in stacks:
             path = CELLS / f"{name}-{fault}.json"
-            if path.exists():
+            if path.exists() or (name in LOOPS and not has_cell(name, fault)):
                 continue
-            if name == "timm" and timm is None:
-                print("timm: skipped, as its package does not hold train.py; see --timm", file=sys.stderr)
+            if "timm" in name and timm is None:
+                print(f"{name}: skipped, as its package does not hold train.py; see --timm", file=sys.stderr)
                 continue
             make_environment(name, work)
             if name == "composer":

@@ -19,10 +19,7 @@ MODULES = {
     "vitray.weights": ("LoadedModel", "SavedModel", "identity_of", "load_tokenizer", "save_tokenizer"),
     "vitray.weights.family": ("Family", "Member"),
     "vitray.data.shards": ("Dataset", "ShardRequest", "ShardSettings", "open_dataset", "read_request", "write_dataset"),
-    "vitray.data.stream": ("HostBatch", "Share", "Stream", "StreamSpec"),
-    "vitray.data.stream.ray_reader": ("RayReader",),
-    "vitray.config.augmentation": ("Augment",),
-    "vitray.cluster.session": ("ray_session",),
+    "vitray.config.augmentation": ("Augment", "CenterCrop", "Mix", "Normalize"),
     "vitray.runs.run_dir": ("Outcome",),
     "vitray.serving.flavor": ("log_family", "log_model"),
 }

@@ -25,6 +25,7 @@ from vitray.data.stream.local_reader import LocalReader
 from vitray.data.stream.prefetch import Prefetcher, all_reduce_max, new_broadcast
 from vitray.data.stream.stream import Reader, Stream
 from vitray.errors import ConfigError
+from vitray.system import storage
 
 # A change of these changes no image that comes.
 FREE = {"max_corrupt"}
@@ -91,7 +92,7 @@ class Loader:
         neighbors = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
         self._decoders = max(1, session.local_cpus() // neighbors - 1) if decoders is None else decoders
         self._share = Share(rank, workers, new_broadcast()) if self._on_ray else Share(rank, workers)
-        self._stream = Stream(open_dataset(os.fspath(dataset)), self._spec(), self._reader)
+        self._stream = Stream(open_dataset(storage.absolute(os.fspath(dataset))), self._spec(), self._reader)
         if self._settings.augment and not self._stream.steps:
             raise ConfigError(f"Loader: batch: got {batch}, expected at most the {self._stream.images} images")
         if workers > batch:
@@ -151,7 +152,8 @@ class Loader:
         """Return the batches of the next epoch, or the rest of the epoch of `load_state_dict`."""
         if self._is_closed:
             raise ConfigError("Loader: this loader is closed; make another one")
-        if self._loop is not None and self._loop() is not None:
+        open_loop = self._loop and self._loop()
+        if open_loop is not None and open_loop.gi_frame is not None:
             raise ConfigError("Loader: another loop over this loader is open; end it first, or make a second Loader")
         if self._step and not self._continues:
             self._epoch, self._step = self._epoch + 1, 0
@@ -174,7 +176,6 @@ class Loader:
                 yield images, targets if settings.mix.is_mixing else batch.labels
         finally:
             prefetcher.close()
-            self._loop = None
 
     def _evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
         self._step = 0
@@ -186,7 +187,6 @@ class Loader:
                 yield normalized(batch.images[real], self._settings.normalize), batch.labels[real]
         finally:
             prefetcher.close()
-            self._loop = None
 
     def _prefetched(self, batches: Iterator[HostBatch]) -> Prefetcher:
         if not self._on_ray:
@@ -196,12 +196,28 @@ class Loader:
     def _taken(self, batch: DeviceBatch) -> None:
         self._rows, self._step = batch.rows, self._step + 1
         if self._step == len(self):
+            self._loop = None  # some trainers do not ask whether a batch follows
             self._epoch, self._step = self._epoch + 1, 0
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._epoch
+
+    @property
+    def step(self) -> int:
+        """The number of batches of that epoch that have come."""
+        return self._step
+
     def set_epoch(self, epoch: int) -> None:
-        """Let the next loop begin an epoch, unless it continues that one; loops need not call it."""
+        """Let the next loop begin an epoch, unless it is to continue that one; a loop of one's own need not call it."""
         if epoch != self._epoch:
             self._epoch, self._step, self._continues = epoch, 0, False
+
+    def seek(self, steps: int) -> None:
+        """Let the next loop continue after a number of batches since the first epoch, for who counts them anyway."""
+        self._epoch, self._step = divmod(steps, len(self))
+        self._continues = True
 
     # ---- its state ---------------------------------------------------------------------------------------------------
 

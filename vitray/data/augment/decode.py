@@ -179,9 +179,7 @@ def decode_with_pillow(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Im
             image = Image.open(_CountedReads(content), formats=_formats())
             check_size(image.width, image.height, max_pixels)
             image.load()
-            with suppress(Exception):  # viewers ignore unreadable EXIF
-                image = ImageOps.exif_transpose(image)
-            return _as_rgb(image)
+            return _upright(image)
     except UndecodableImage:
         raise
     except Image.UnidentifiedImageError:
@@ -192,6 +190,18 @@ def decode_with_pillow(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Im
         # Without memory addresses, the list of rejects is the same in every run.
         reason = re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(error).split())) or type(error).__name__
         raise UndecodableImage(f"cannot be decoded: {reason}") from None
+
+
+def as_pixels(image: Image.Image) -> np.ndarray:
+    """Return the pixels (HWC) of an open image, upright and in RGB."""
+    check_size(image.width, image.height)
+    return np.array(_upright(image))
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    with suppress(Exception):  # viewers ignore unreadable EXIF
+        image = ImageOps.exif_transpose(image)
+    return _as_rgb(image)
 
 
 @lru_cache

@@ -1,0 +1,29 @@
+"""torchrun --nproc-per-node 2 experiments/loops/with_accelerate.py DATASET FOLDER: a loop of Accelerate, resumed."""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from torch.nn.functional import cross_entropy
+
+from vitray import Loader, Model, ViT
+
+dataset, folder = sys.argv[1:]
+project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=3)
+accelerator = Accelerator(cpu=True, project_config=project)
+loader = Loader(dataset, batch=32, size=32, augment="three_augment", device=accelerator.device)  # not prepared
+vit = ViT(Model(name="vit_u6x1_8", image_size=32, num_classes=len(loader.classes)))
+model, optimizer = accelerator.prepare(vit, torch.optim.AdamW(vit.parameters(), 1e-3))
+accelerator.register_for_checkpointing(loader)
+if saved := sorted(Path(folder, "checkpoints").glob("checkpoint_*"), key=lambda path: int(path.name.split("_")[1])):
+    accelerator.load_state(str(saved[-1]))
+    project.iteration = len(saved)
+while loader.epoch < 3:
+    for images, labels in loader:
+        optimizer.zero_grad()
+        accelerator.backward(cross_entropy(model(images), labels))
+        optimizer.step()
+        if loader.step % 16 == 0:
+            accelerator.save_state()
