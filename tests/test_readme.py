@@ -77,7 +77,7 @@ def folder(tmp_path_factory, ray_cluster):
     folder = tmp_path_factory.mktemp("clone")
     for name in CLONED:
         (folder / name).symlink_to(ROOT / name)
-    write_dataset(read_request("demo", str(folder / "data/demo"), overrides=["images=100", "image_size=32"]))
+    write_dataset(read_request("demo", str(folder / "data/demo"), overrides=["images=400", "image_size=32"]))
     (folder / "data/photos").symlink_to(folder / "data/demo")
     for number, name in enumerate(("cat", "dog"), start=1):
         (folder / "photos" / name).mkdir(parents=True)
