@@ -8,7 +8,6 @@ import argparse
 import os
 from typing import Any
 
-from pipelines import recipes
 from vitray.cluster import session
 from vitray.config import load_run, split_words
 from vitray.config.parsing import count_up_to, number_up_to
@@ -33,7 +32,7 @@ def main(words: list[str]) -> dict[str, Any]:
     names, overrides = split_words(options.words)
     if len(names) != 1:
         raise ConfigError(f"got {' and '.join(names) or 'no recipe'}, expected one recipe: a file or a built-in one")
-    run = load_run(recipes.path_of(names[0]), overrides)
+    run = load_run(names[0], overrides)
     if run.compute.worker_range and len(set(run.compute.worker_range)) > 1:
         raise ConfigError(f"compute.workers: got {run.compute.workers}, expected one number")
     if options.cpus and "RAY_ADDRESS" in os.environ:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import tune_spaces
-from pipelines import recipes
 from pipelines.__main__ import run_verb
 from vitray.config import load_run
 from vitray.sweeps.space import check_overrides, extend_space, read_space, split_overrides
@@ -36,17 +35,14 @@ def main(args: list[str]) -> dict[str, Any]:
     space = extend_space(read_space(tune_spaces.path_of(options.space)), options.add)
     overrides, stages = split_overrides(space, options.settings)
     check_overrides(space, overrides)
-    base = load_run(recipes.path_of(options.recipe), overrides)
+    base = load_run(options.recipe, overrides)
     default = f"{Path(options.space).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     storage.check_name(name := default if options.name is None else options.name, "--name")
 
     from vitray.sweeps.plan import Recipe, dry_run
     from vitray.sweeps.sweep import retry_failed, sweep
 
-    stage_recipes = {
-        stage: Recipe(load_run(recipes.path_of(recipe), own), [recipe, *own])
-        for stage, (recipe, *own) in stages.items()
-    }
+    stage_recipes = {stage: Recipe(load_run(recipe, own), [recipe, *own]) for stage, (recipe, *own) in stages.items()}
     if options.dry_run:
         return dry_run(base, space, stage_recipes)
     if options.retry_failed:

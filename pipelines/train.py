@@ -55,7 +55,7 @@ def main(args: list[str]) -> dict[str, Any]:
     if options.resume:
         name, run = options.resume, stored_run(storage.join(options.out, options.resume), overrides)
     else:
-        run = load_run(recipes.path_of(names[0]), overrides)
+        run = load_run(names[0], overrides)
         name = options.name or f"{Path(names[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if options.show:
         print(run.to_yaml(), end="")

@@ -242,6 +242,27 @@ def test_a_fine_tuning_run_round_trips_through_yaml(tmp_path):
     assert run.replace({"task.kind": "supervised"}) == Run()
 
 
+def test_a_constructor_refuses_bad_settings_as_a_recipe_does():
+    for build, message in (
+        (lambda: Model(name="vit_zz"), "Model: name: model name 'vit_zz': width"),
+        (lambda: Model(patch=3), "Model: patch: unknown setting, expected one of name, "),
+        (lambda: Run(optim={"lr": "fast"}), "Run: optim.lr: got 'fast', expected a number"),
+        (lambda: Run(model=Model(), task={"kind": "supervized"}), "did you mean supervised"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            build()
+        assert message in str(refused.value)
+
+
+def test_a_recipe_has_a_name_and_overrides_may_be_values():
+    run = load_run("demo", {"optim.lr": 1e-3, "model.image_size": (32, 64)})
+    assert run == load_run(recipes.path_of("demo"), ["optim.lr=1e-3", "model.image_size=[32,64]"])
+    with pytest.raises(ConfigError, match="no recipe 'demmo', and no file; did you mean demo"):
+        load_run("demmo")
+    with pytest.raises(ConfigError, match=r"overrides: optim\.lrr: unknown setting"):
+        load_run("demo", {"optim.lrr": 1e-3})
+
+
 def test_a_run_is_frozen_and_replaced():
     run = Run()
     with pytest.raises(ValidationError):

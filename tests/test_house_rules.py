@@ -34,7 +34,7 @@ def faults(module: str, tree: ast.Module, ours: set[str]) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if node.returns is None:
                 broken.append((node.lineno, f"{node.name} states no return type"))
-            if node.args.kwarg is not None:
+            if node.args.kwarg is not None and node.name != "__call__":  # of a metaclass: a constructor's settings
                 broken.append((node.lineno, f"{node.name} passes **{node.args.kwarg.arg} through"))
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             broken.append((node.lineno, "bare except"))

@@ -1,6 +1,7 @@
 """vitray: Vision Transformers on Ray, from image bytes to registered model. Public names, imported on first use."""
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from vitray.models.counts import count as count
     from vitray.models.vit import ViT as ViT
     from vitray.models.vit import regroup as regroup
+    from vitray.runs.mlflow_callback import MLflowCallback as MLflowCallback
     from vitray.runs.train import train as train
     from vitray.weights import export_weights as export_weights
     from vitray.weights import flatten_model as flatten_model
@@ -33,6 +35,7 @@ PUBLIC = {
     "Loader": "vitray.data.loader",
     "train": "vitray.runs.train",
     "load": "vitray.inference.loaded",
+    "MLflowCallback": "vitray.runs.mlflow_callback",
     "count": "vitray.models.counts",
     "parse_name": "vitray.config.model_names",
     "ViT": "vitray.models.vit",
@@ -49,7 +52,13 @@ PUBLIC = {
 MODULES = {"inspect": "vitray.inspection"}
 
 
+def __dir__() -> list[str]:
+    return [*PUBLIC, *MODULES, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("vitray")
     if name in MODULES:
         return importlib.import_module(MODULES[name])
     if name not in PUBLIC:

@@ -150,7 +150,7 @@ def tracking_text(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def best_line(cells: Cells, fault: str) -> str:
     """Return which measured stacks lost the fewest steps and kept all images; pauses are of several machines."""
-    here = {SUBJECTS[name].title: cell for (name, each), cell in cells.items() if each == fault}
+    here = {SUBJECTS[name].title: cell for (name, each), cell in cells.items() if each == fault and name in SUBJECTS}
     if fault == "none" or len(here) < 2:
         return ""
     fewest = min(cell["lost"] for cell in here.values())

@@ -4,6 +4,7 @@ The recorder knows a batch by its bytes when the network gets it, and the step b
 framework reads ahead, a line says which images went into which step of the weights.
 """
 
+import argparse
 import os
 import runpy
 import sys
@@ -59,6 +60,7 @@ sys.path[0] = str(script.parent)
 names = runpy.run_path(str(script), run_name="__main__")
 if recording.RECORDER.step == recording.SETTINGS["steps"] and os.environ["RANK"] == "0":
     last = out / "run" / "last.pth.tar"  # of timm, whose network is its own
-    recording.save_final(
-        names["vit"].state_dict() if "vit" in names else torch.load(last, weights_only=True)["state_dict"]
-    )
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        recording.save_final(
+            names["vit"].state_dict() if "vit" in names else torch.load(last, weights_only=True)["state_dict"]
+        )

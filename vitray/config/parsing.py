@@ -74,6 +74,21 @@ _TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int"
 _Yaml.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.value)))
 
 
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that vitray brings, sorted."""
+    return sorted(path.stem for path in Path(str(files("pipelines.recipes"))).glob("*.yaml"))
+
+
+def recipe_path(recipe: str | Path) -> Path:
+    """Return the path of a file, or else of the recipe of this name."""
+    name, names = str(recipe), recipe_names()
+    # Names first: a name that is longer than file systems allow makes `exists` raise.
+    is_ours = name in names and not Path(name).exists()
+    if not is_ours and re.fullmatch(r"\w{1,100}", name) and not Path(name).exists():
+        raise ConfigError(f"no recipe {name!r}, and no file{nearest(name, names)}")
+    return Path(str(files("pipelines.recipes"))) / f"{name}.yaml" if is_ours else Path(recipe)
+
+
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the tree of a recipe over that of the one it extends, and {dotted path: file:line}."""
     tree, places = read_tree(path)

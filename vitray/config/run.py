@@ -9,7 +9,15 @@ from pydantic import Field, ValidationError, model_validator
 from vitray.config.classification import Distillation, Finetune, Supervised
 from vitray.config.evaluation import NEEDS, PROBE_TRAITS, Evaluate
 from vitray.config.model import Model
-from vitray.config.parsing import apply_changes, dump_yaml, flatten, parse_overrides, place_of, read_recipe
+from vitray.config.parsing import (
+    apply_changes,
+    dump_yaml,
+    flatten,
+    parse_overrides,
+    place_of,
+    read_recipe,
+    recipe_path,
+)
 from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.sections import Section, Seed, one_of
 from vitray.config.training import Checkpointing, Compute, Data, Guard, Optim, Tracking
@@ -148,14 +156,21 @@ class Run(Section):
         return dump_yaml(self.model_dump(mode="json"))
 
 
-def load_run(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Run:
-    """Return the run of a recipe (None: the defaults) with `a.b=c` overrides applied."""
-    tree, places = ({}, {}) if path is None else read_recipe(Path(path))
-    given = {override.partition("=")[0]: place_of(override) for override in overrides}
-    apply_changes(parse_overrides(overrides), tree)
+def load_run(recipe: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Run:
+    """Return the run of a recipe, with overrides applied: `["optim.lr=1e-3"]` or `{"optim.lr": 1e-3}`.
+
+    `recipe` is a file or the name of a recipe that vitray brings, as in `demo`; None: the defaults.
+    """
+    tree, places = ({}, {}) if recipe is None else read_recipe(recipe_path(recipe))
+    if isinstance(overrides, Mapping):
+        changes, given = dict(overrides), dict.fromkeys(overrides, "overrides")
+    else:
+        changes = parse_overrides(overrides)
+        given = {override.partition("=")[0]: place_of(override) for override in overrides}
+    apply_changes(changes, tree)
     # Overrides last: an error of a whole section names the last place that set something in it.
     places = {setting: place for setting, place in places.items() if setting not in given} | given
-    return _validate(tree, places, str(path or "defaults"))
+    return _validate(tree, places, str(recipe or "defaults"))
 
 
 def _restrict_fields_set(old: Section, new: Section, changed: Sequence[Sequence[str]]) -> None:

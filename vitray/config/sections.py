@@ -5,16 +5,29 @@ Only settings that some code reads are listed. Their docstrings are the text of 
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from vitray.config.parsing import short
+from vitray.config.validation import explain_error
 from vitray.errors import odd_character
 
 
-class Section(BaseModel):
+class _Explained(type(BaseModel)):
+    """Turns the errors of a constructor into those of a recipe; validation of sections within does not pass here."""
+
+    if not TYPE_CHECKING:  # a type checker knows the settings of each section
+
+        def __call__(cls, *values: Any, **settings: Any) -> Any:
+            try:
+                return super().__call__(*values, **settings)
+            except ValidationError as invalid:
+                raise explain_error(invalid, cls, {}, cls.__name__) from None
+
+
+class Section(BaseModel, metaclass=_Explained):
     """A group of settings: frozen, strictly typed, without unknown keys."""
 
     model_config = ConfigDict(

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from vitray.config.parsing import short
-from vitray.config.sections import Section
 from vitray.errors import ConfigError, nearest
 
 # Pydantic's error types, described for users. Other types keep pydantic's own text.
@@ -30,7 +29,9 @@ WANTED = {
 }
 
 
-def explain_error(invalid: ValidationError, root: type[Section], places: Mapping[str, str], source: str) -> ConfigError:
+def explain_error(
+    invalid: ValidationError, root: type[BaseModel], places: Mapping[str, str], source: str
+) -> ConfigError:
     """Return an error with one line per invalid setting, each beginning with the place that sets it."""
     wrong: dict[str, list[ErrorDetails]] = {}
     for error in invalid.errors(include_url=False):
@@ -49,7 +50,7 @@ def _is_missing(error: ErrorDetails) -> bool:
     return error["type"] == "missing" and isinstance(error["loc"][-1], str)
 
 
-def _locate(loc: tuple[int | str, ...], root: type[Section]) -> tuple[str, type[Section]]:
+def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel]]:
     """Return the dotted path of a pydantic location, which names union members too, and the section it ends in."""
     path, holder, below, keyed = "", root, {"": root}, False
     for step in loc:
@@ -65,18 +66,18 @@ def _locate(loc: tuple[int | str, ...], root: type[Section]) -> tuple[str, type[
     return path, holder
 
 
-def sections_in(annotation: Any) -> dict[str, type[Section]]:
+def sections_in(annotation: Any) -> dict[str, type[BaseModel]]:
     """Return the sections that a field, or a mapping's value, may hold: {"": the only one}, or {kind: section}."""
     if get_origin(annotation) is dict:
         return sections_in(get_args(annotation)[1])
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    sections = [member for member in members if isinstance(member, type) and issubclass(member, Section)]
+    sections = [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
     if len(sections) == 1:
         return {"": sections[0]}
     return {section.model_fields["kind"].default: section for section in sections}
 
 
-def _paths(section: type[Section], above: str = "") -> Iterator[str]:
+def _paths(section: type[BaseModel], above: str = "") -> Iterator[str]:
     """Yield the dotted paths of all settings of a section and of those in it."""
     for name, field in section.model_fields.items():
         yield f"{above}{name}"
@@ -92,7 +93,7 @@ def _place(path: str, places: Mapping[str, str], source: str) -> str:
     return within[-1] if within else places.get(path, source) if path else source
 
 
-def _explain(path: str, errors: list[ErrorDetails], root: type[Section]) -> str:
+def _explain(path: str, errors: list[ErrorDetails], root: type[BaseModel]) -> str:
     """Return the message for one setting; a union gives one error per member."""
     first = errors[0]
     got, context = first["input"], first.get("ctx", {})

@@ -64,7 +64,7 @@ def extend_space(space: Space, additions: Sequence[str]) -> Space:
         kind = "grid" if distribution.seeds else distribution.kind
         tree["space"][name] = {kind: [*(distribution.values or ()), value]}
         try:
-            Distribution(grid=(value,))  # first, as `slug` reads no NaN
+            Distribution.model_validate({"grid": (value,)})  # first, as `slug` reads no NaN
             if slug(value) in map(slug, distribution.values or ()):
                 raise ConfigError(f"{where}: the space already has this value of {name}")
             wider = Space.model_validate(tree)
