@@ -12,6 +12,7 @@ from vitray import Loader, Model, ViT
 
 dataset, last = sys.argv[1], f"{sys.argv[2]}/last.pt"
 dist.init_process_group("gloo")
+torch.manual_seed(0)  # of the first weights
 loader = Loader(dataset, batch=32, size=32, augment="three_augment")  # its share of each batch, by the process group
 vit = ViT(Model(name="vit_u6x1_8", image_size=32, num_classes=len(loader.classes)))
 model, optimizer = DistributedDataParallel(vit), torch.optim.AdamW(vit.parameters(), 1e-3)

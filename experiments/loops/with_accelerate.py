@@ -14,6 +14,7 @@ dataset, folder = sys.argv[1:]
 project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=3)
 accelerator = Accelerator(cpu=True, project_config=project)
 loader = Loader(dataset, batch=32, size=32, augment="three_augment", device=accelerator.device)  # not prepared
+torch.manual_seed(0)  # of the first weights
 vit = ViT(Model(name="vit_u6x1_8", image_size=32, num_classes=len(loader.classes)))
 model, optimizer = accelerator.prepare(vit, torch.optim.AdamW(vit.parameters(), 1e-3))
 accelerator.register_for_checkpointing(loader)

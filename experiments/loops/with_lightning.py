@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from vitray import Loader, Model, ViT
 
 dataset, folder = sys.argv[1:]
+torch.manual_seed(0)  # of the first weights
 vit = ViT(Model(name="vit_u6x1_8", image_size=32, num_classes=10))
 
 
