@@ -81,12 +81,13 @@ def recipe_names() -> list[str]:
 
 def recipe_path(recipe: str | Path) -> Path:
     """Return the path of a file, or else of the recipe of this name."""
-    name, names = str(recipe), recipe_names()
-    # Names first: a name that is longer than file systems allow makes `exists` raise.
-    is_ours = name in names and not Path(name).exists()
-    if not is_ours and re.fullmatch(r"\w{1,100}", name) and not Path(name).exists():
+    name = str(recipe)
+    # Names alone are looked up: a logged model has no recipes beside it, and reads its own file.
+    if not re.fullmatch(r"\w{1,100}", name) or Path(name).exists():
+        return Path(recipe)
+    if name not in (names := recipe_names()):
         raise ConfigError(f"no recipe {name!r}, and no file{nearest(name, names)}")
-    return Path(str(files("pipelines.recipes"))) / f"{name}.yaml" if is_ours else Path(recipe)
+    return Path(str(files("pipelines.recipes"))) / f"{name}.yaml"
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

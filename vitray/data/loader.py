@@ -9,11 +9,13 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor
 
 from vitray.cluster import session
 from vitray.config.augmentation import Augment, CenterCrop, Mix, Normalize
 from vitray.config.loader import LoaderSettings
+from vitray.config.validation import explain_error
 from vitray.data.augment.mixing import BatchRows, BatchSettings, DeviceBatch, normalized, prepare_batch
 from vitray.data.decode_processes import DecodeProcesses
 from vitray.data.shards.manifest import open_dataset
@@ -69,7 +71,10 @@ class Loader:
             "split": split, "batch": batch, "size": size, "augment": augment, "mix": mix, "normalize": normalize,
             "eval_crop": eval_crop, "repeats": repeats, "seed": seed, "max_corrupt": max_corrupt,
         }  # fmt: skip
-        self._settings = LoaderSettings(**given)
+        try:
+            self._settings = LoaderSettings.model_validate(given)
+        except ValidationError as invalid:
+            raise explain_error(invalid, LoaderSettings, {}, "Loader") from None
         joined = dist.is_available() and dist.is_initialized()
         rank = rank if rank is not None else dist.get_rank() if joined else 0
         workers = workers if workers is not None else dist.get_world_size() if joined else 1

@@ -146,7 +146,7 @@ class MLflowCallback(UserCallback):
 
     def _report(self, values: Mapping[str, Any], checkpoint: str | None, job: str) -> None:
         self._reports += 1
-        step = values.get(self._step)
+        step: Any = values.get(self._step)
         self._last_step = int(step) if _is_number(step) else self._reports
         numbers = {name: value for name, value in values.items() if _is_number(value) and name != self._step}
         self._tracker.metrics(self._last_step, numbers)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from vitray.config import Run
 from vitray.config.model_names import Name, parse_name
@@ -287,7 +287,7 @@ def shape_of(model: Any) -> Name | None:
 # ---- names of settings -----------------------------------------------------------------------------------------------
 
 
-def _settings(section: type[Section], path: str = "") -> Iterator[str]:
+def _settings(section: type[BaseModel], path: str = "") -> Iterator[str]:
     """Yield the dotted path of every setting, in sections of every kind."""
     for name, field in section.model_fields.items():
         yield f"{path}{name}"
