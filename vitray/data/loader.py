@@ -91,7 +91,9 @@ class Loader:
         self._decoding: DecodeProcesses | DecodeThread | None = None
         neighbors = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
         self._decoders = max(1, session.local_cpus() // neighbors - 1) if decoders is None else decoders
-        self._share = Share(rank, workers, new_broadcast()) if self._on_ray else Share(rank, workers)
+        # One worker agrees with nobody: others of its process group need not have a loader.
+        self._agrees = self._on_ray and workers > 1
+        self._share = Share(rank, workers, new_broadcast()) if self._agrees else Share(rank, workers)
         self._stream = Stream(open_dataset(storage.absolute(os.fspath(dataset))), self._spec(), self._reader)
         if self._settings.augment and not self._stream.steps:
             raise ConfigError(f"Loader: batch: got {batch}, expected at most the {self._stream.images} images")
@@ -189,7 +191,7 @@ class Loader:
             prefetcher.close()
 
     def _prefetched(self, batches: Iterator[HostBatch]) -> Prefetcher:
-        if not self._on_ray:
+        if not self._agrees:
             return Prefetcher(batches, self._device)
         return Prefetcher(batches, self._device, lambda number: all_reduce_max(number, self._device))
 
