@@ -41,8 +41,9 @@ ROWS = 1024
 PIECE_BYTES = 208 * 2**20
 # Rows of a block for each worker: at 2,000 images/s a worker, 125 blocks/s.
 BLOCK_ROWS = 16
-# Positions of the first range of a hurried stream, whose images a first step waits for; the next ranges double.
-FIRST = 128
+# Positions of the first ranges of a hurried stream. Ray Data hands out the first block once it has some more
+# (BLOCKS_AHEAD of ray_reader.py), so the ranges grow slowly: each has half of the positions before it.
+FIRST = 64
 # Tasks whose blocks memory holds at a time, for each worker: about three run, others wait for their turn.
 TASKS_PER_WORKER = 8
 
@@ -281,7 +282,7 @@ class Cut(NamedTuple):
                 for place in range(self.teams):
                     first = (place * parts + part) * lanes
                     yield Piece(epoch, at, stop, first, first + lanes, team_of[place])
-            at, length = stop, min(2 * length, span)
+            at, length = stop, min(max(length, (stop - start) // (2 * FIRST) * FIRST), span)
 
     def _parts(self, length: int) -> int:
         """Return into how many parts a team divides its lanes, so that a piece of as many positions has few rows."""
