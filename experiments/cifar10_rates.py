@@ -19,8 +19,8 @@ from pipelines import recipes
 from vitray.config import load_run
 from vitray.config.sweep import slug
 from vitray.runs.run_dir import OUTCOME
+from vitray.sweeps.plan import SWEEP_META
 from vitray.sweeps.space import grid_points, name_of, read_space
-from vitray.sweeps.sweep import SWEEP_META
 from vitray.sweeps.trial_store import read_entries
 from vitray.system import storage
 from vitray.system.storage import scratch_folder

@@ -9,8 +9,8 @@ from cifar10_texts import THINGS
 
 import tune_spaces
 from vitray.runs.run_dir import OUTCOME
+from vitray.sweeps.plan import SWEEP_META
 from vitray.sweeps.space import read_space
-from vitray.sweeps.sweep import SWEEP_META
 from vitray.sweeps.trial_store import read_entries, read_record
 from vitray.system import storage
 from vitray.system.host_facts import facts

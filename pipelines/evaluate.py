@@ -6,6 +6,7 @@ from typing import Any
 
 from pipelines import recipes
 from pipelines.__main__ import run_verb
+from vitray import verbs
 from vitray.config.evaluation import feature_probes
 from vitray.system import storage
 
@@ -36,27 +37,24 @@ def main(args: list[str]) -> dict[str, Any]:
         scores, page = evaluate_vtab(vtab)
         print(f"{vtab_text(scores)}\n\n{page}")
         return scores.flat() | {"page": page}
-    from vitray.evaluation import evaluate, texts
-
     *models, data = options.words
-    request = evaluate.Request(
+    report = verbs.evaluate(
         models,
         data,
         split=options.split,
         probes=options.probes,
         train_split=options.train_split,
         train_shares=options.train_shares,
-        out=options.out,
-        workers=options.workers,
-        max_corrupt=options.max_corrupt,
         corrupt=options.corrupt,
         imagenet_c=options.imagenet_c,
         baseline=options.baseline,
         labels=options.labels,
+        out=options.out,
+        workers=options.workers,
+        max_corrupt=options.max_corrupt,
     )
-    evaluation, page = evaluate.evaluate(request)
-    print(f"{texts.scores_text(evaluation)}\n\n{page}")
-    return evaluation.flat() | {"page": page}
+    print(report.text)
+    return report.values
 
 
 def read_options(args: Sequence[str]) -> argparse.Namespace:

@@ -4,7 +4,8 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray.exports.options import ExportRequest, graph_targets, listed_targets, targets_with
+from vitray import verbs
+from vitray.exports.options import graph_targets, listed_targets, targets_with
 from vitray.system import storage
 
 
@@ -38,14 +39,11 @@ def main(args: list[str]) -> dict[str, Any]:
         parser.error("expected --images and --rounds from 1 on, and --bound from 0 to 1")
 
     storage.check_there(options.model)
-    # Imported late, because torch takes a second.
-    from vitray.exports.export import export_network
-
     values = vars(options)
     values.pop("json")
-    export = export_network(ExportRequest(**values))
-    print(export.text())
-    return export.flat()
+    report = verbs.export(**values)
+    print(report.text)
+    return report.values
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
+from vitray import verbs
 from vitray.config.evaluation import NEEDS
 from vitray.system import storage
 
@@ -39,23 +40,19 @@ def main(args: list[str]) -> dict[str, Any]:
         parser.error("expected --images and --workers from 1 on")
 
     storage.check_there(options.model, *([options.compare] if options.compare else []))
-    # Imported late, because torch takes a second.
-    from vitray.inspection.report.inspect_networks import Request, inspect_networks
-    from vitray.inspection.report.page import file_names
-
-    figures = [name for name in options.figures.split(",") if name]
-    request = Request(options.model, options.words, figures, options.compare, options.split, options.images)
-    request = request._replace(levels=levels and [int(level) for level in levels], out=options.out)
-    request = request._replace(workers=options.workers)
-    inspection, page = inspect_networks(request)
-    print(page)
-    return {
-        "page": page,
-        "models": [subject.name for subject in inspection.subjects],
-        "images": 0 if inspection.images is None else inspection.images.used,
-        "figures": [result.name for result in inspection.results],
-        "files": [name for result in inspection.results for name in file_names(result)],
-    }
+    report = verbs.inspect(
+        options.model,
+        options.words,
+        figures=[name for name in options.figures.split(",") if name],
+        compare=options.compare,
+        split=options.split,
+        most=options.images,
+        levels=levels and [int(level) for level in levels],
+        workers=options.workers,
+        out=options.out,
+    )
+    print(report.text)
+    return report.values
 
 
 if __name__ == "__main__":

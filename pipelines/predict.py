@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
+from vitray import verbs
 from vitray.system import storage
 
 
@@ -43,20 +44,25 @@ def main(args: list[str]) -> dict[str, Any]:
 
     *models, images, out = options.words
     storage.check_there(*models)
-    # Imported late, because torch takes a second.
-    from vitray.inference.plan import Options
-    from vitray.inference.predict import Request, predict
-
-    levels = tuple(name for name in options.features.split(",") if name)
-    wanted = Options(options.top_k, options.logits, options.embedding, levels, options.batch, options.part)
-    request = Request(models, images, out, wanted._replace(compile=options.compile), options.split)
-    workers = (int(least or 1), int(most)) if options.workers else None
-    prediction = predict(request._replace(workers=workers, precision=options.precision, follow=options.follow))
-    result = prediction.flat()
+    report = verbs.predict(
+        models,
+        images,
+        out,
+        top_k=options.top_k,
+        logits=options.logits,
+        embedding=options.embedding,
+        features=[name for name in options.features.split(",") if name],
+        splits=options.split,
+        precision=options.precision,
+        compiled=options.compile,
+        batch=options.batch,
+        part=options.part,
+        workers=(int(least or 1), int(most)) if options.workers else None,
+        follow=options.follow,
+    )
     if not options.follow:
-        counts = "{written:,} of {images:,} images in {parts:,} files, {skipped:,} skipped".format_map(result)
-        print(f"{counts}, {result['images_per_second']:,} images/s\n{prediction.plan.out}/predictions.json")
-    return result
+        print(report.text)
+    return report.values
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray.data.shards import ShardSettings, read_request, write_dataset
-from vitray.data.shards.inspection import read_rejects, reject_lines
-from vitray.data.shards.sources import REJECTS
+from vitray import verbs
+from vitray.data.shards import ShardSettings
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -33,25 +32,9 @@ def main(words: list[str]) -> dict[str, Any]:
         from vitray.data.stream.preview import write_preview
 
         return write_preview(args.source, args.dest, args.settings)
-    dataset = write_dataset(read_request(args.source, args.dest, args.split or (), args.settings, args.index_only))
-    print(f"{dataset.url}: {len(dataset.classes)} classes, identity {dataset.identity[:16]}")
-    for name, split in dataset.splits.items():
-        megabytes = sum(shard.bytes for shard in split.shards) / 1e6
-        print(f"  {name:<8} {split.rows:>10,} images {len(split.shards):>6,} shards {megabytes:>12,.1f} MB")
-    repeats = dataset.duplicates
-    print(f"  mean {dataset.mean}, std {dataset.std}")
-    print(f"  rejected images {dataset.rejects.count}; duplicates within a split {sum(repeats.within.values())}, kept")
-    print(f"  duplicates between splits {repeats.across}, {repeats.removed} removed from train")
-    if rejects := read_rejects(dataset.url):
-        print(f"  left out, all in {REJECTS}:")
-        print("\n".join(f"  {line}" for line in reject_lines(rejects, 5)))
-    return {
-        "url": dataset.url,
-        "identity": dataset.identity,
-        "splits": {name: split.rows for name, split in dataset.splits.items()},
-        **dataset.model_dump(include={"mean", "std", "rejects", "duplicates"}),
-        "classes": len(dataset.classes),
-    }
+    report = verbs.shard(args.source, args.dest, args.settings, splits=args.split or (), index_only=args.index_only)
+    print(report.text)
+    return report.values
 
 
 if __name__ == "__main__":

@@ -1,16 +1,10 @@
 """vitray sweep RECIPE SPACE [setting=value ...]: train every point of a search space, on Ray Tune."""
 
 import argparse
-import shlex
-import time
-from pathlib import Path
 from typing import Any
 
-import tune_spaces
 from pipelines.__main__ import run_verb
-from vitray.config import load_run
-from vitray.sweeps.space import check_overrides, extend_space, read_space, split_overrides
-from vitray.system import storage
+from vitray import verbs
 from vitray.system.mlflow_client import tracking_uri
 
 EXAMPLES = (
@@ -32,24 +26,18 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     options = parser.parse_intermixed_args(args)
     tracking_uri()  # a job without MLflow ends here, before it loads anything
-    space = extend_space(read_space(tune_spaces.path_of(options.space)), options.add)
-    overrides, stages = split_overrides(space, options.settings)
-    check_overrides(space, overrides)
-    base = load_run(options.recipe, overrides)
-    default = f"{Path(options.space).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    storage.check_name(name := default if options.name is None else options.name, "--name")
+    inputs = verbs.read_sweep(options.recipe, options.space, options.settings, options.add)
+    name = verbs.sweep_name(options.space, options.name)
 
-    from vitray.sweeps.plan import Recipe, dry_run
+    from vitray.sweeps.plan import dry_run
     from vitray.sweeps.sweep import retry_failed, sweep
 
-    stage_recipes = {stage: Recipe(load_run(recipe, own), [recipe, *own]) for stage, (recipe, *own) in stages.items()}
     if options.dry_run:
-        return dry_run(base, space, stage_recipes)
+        return dry_run(inputs.recipe.run, inputs.space, inputs.stages)
     if options.retry_failed:
-        retry_failed(space, name, options.out)
-    flags = ["--name", name, "--out", options.out, *(part for value in options.add for part in ("--add", value))]
-    command = shlex.join(["vitray", "sweep", options.recipe, options.space, *options.settings, *flags])
-    return sweep(Recipe(base, [options.recipe, *overrides]), space, name, options.out, command, stage_recipes)._asdict()
+        retry_failed(inputs.space, name, options.out)
+    command = verbs.sweep_command(options.recipe, options.space, options.settings, options.add, name, options.out)
+    return sweep(inputs.recipe, inputs.space, name, options.out, command, inputs.stages)._asdict()
 
 
 if __name__ == "__main__":

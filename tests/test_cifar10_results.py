@@ -24,8 +24,8 @@ from pipelines import recipes
 from vitray.config import Run, load_run
 from vitray.models.network import build_network
 from vitray.runs.run_dir import OUTCOME
+from vitray.sweeps.plan import SWEEP_META
 from vitray.sweeps.space import grid_points, name_of, read_space
-from vitray.sweeps.sweep import SWEEP_META
 from vitray.sweeps.trial_store import POINTS, TrialEntry, TrialRecord, write_record
 from vitray.training.checkpoints import Checkpoint, write_checkpoint
 from vitray.weights import identity_of, open_weights, save_model

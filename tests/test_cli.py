@@ -146,8 +146,8 @@ def test_the_public_names_resolve():
 
     for name in vitray.PUBLIC:
         assert getattr(vitray, name).__module__.startswith("vitray")
-    assert vitray.inspect.attention_maps.__module__ == "vitray.inspection.attention"
-    assert {*vitray.PUBLIC, "inspect"} < set(dir(vitray))
+    assert vitray.inspection.attention_maps.__module__ == "vitray.inspection.attention"
+    assert {*vitray.PUBLIC, "inspection"} < set(dir(vitray))
     assert vitray.__version__ == version("vitray")
     with pytest.raises(AttributeError, match="vitray has no 'Vit'"):
         vitray.Vit  # noqa: B018

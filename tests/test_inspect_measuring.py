@@ -5,7 +5,7 @@ import torch
 from image_sets import SHAPES, write_dataset
 from networks import scrambled
 
-from vitray import inspect
+from vitray import inspection as inside
 from vitray.config import Model, Run
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.views import decode_views
@@ -76,23 +76,23 @@ def test_values_over_chunks_are_those_of_all_images(place, monkeypatch):
         batches.append(prepared(views, subject.spec, subject.vit))
     assert decode_image(stored[0].content).shape[2] == 3
     for subject, batch in zip(inspection.subjects, batches, strict=True):
-        spread = inspect.attention_distances(subject.vit, batch)
+        spread = inside.attention_distances(subject.vit, batch)
         parts = zip(*subject.measured["distance"], strict=True)
         for got, wanted in zip(parts, spread, strict=True):
             torch.testing.assert_close(torch.cat(got, dim=-1), wanted, atol=1e-5, rtol=1e-4)
-        norms = inspect.token_norms(subject.vit, batch)
-        joined = inspect.join_token_norms(subject.measured["norms"])
+        norms = inside.token_norms(subject.vit, batch)
+        joined = inside.join_token_norms(subject.measured["norms"])
         torch.testing.assert_close(joined.patches, norms.patches, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(joined.median, norms.median, atol=1e-4, rtol=1e-4)
-        grams = [inspect.level_grams(subject.vit, part)[0] for part in batch.split([23, 25, 25])]
+        grams = [inside.level_grams(subject.vit, part)[0] for part in batch.split([23, 25, 25])]
         torch.testing.assert_close(
-            inspect.cka(subject.measured["similarity"], subject.measured["similarity"]),
-            inspect.cka(grams, grams),
+            inside.cka(subject.measured["similarity"], subject.measured["similarity"]),
+            inside.cka(grams, grams),
             atol=1e-5,
             rtol=1e-4,
         )
         assert sum(each[0][0].shares.shape[1] for each in subject.measured["branches"]) == 73
-    change = inspect.feature_changes(*(subject.vit for subject in inspection.subjects), *batches)
+    change = inside.feature_changes(*(subject.vit for subject in inspection.subjects), *batches)
     parts = inspection.subjects[1].measured["features"]
     torch.testing.assert_close(torch.cat([part.relative for part in parts], 1), change.relative, atol=1e-5, rtol=1e-4)
 

@@ -25,6 +25,7 @@ FLOORS = (
     {"vitray.training"},
     {"vitray.runs"},
     {"vitray.bench", "vitray.sweeps", "vitray.evaluation.vtab", "vitray.exports"},
+    {"vitray.verbs"},
 )
 # Above all floors: the public names, and the verbs.
 ROOF = {"vitray", "pipelines"}

@@ -53,7 +53,7 @@ def test_every_import_of_readme_and_docs_is_on_the_python_page():
         module = title if level == "##" else module
         shown.add((module, title))
     assert named - shown == set()
-    assert {("vitray", name) for name in vitray.PUBLIC} | {("vitray.inspect", "cka")} <= shown
+    assert {("vitray", name) for name in vitray.PUBLIC} | {("vitray.inspection", "cka")} <= shown
 
 
 def test_the_python_page_has_signatures_fields_and_methods():

@@ -187,15 +187,15 @@ def test_a_changed_trial_of_the_same_name_is_refused(tmp_path, base):
 def test_a_sweep_resumes_after_an_upgrade_that_brings_a_setting(tmp_path, base):
     (tmp_path / "space.yaml").write_text(GRID)
     space, home = read_space(tmp_path / "space.yaml"), str(tmp_path / "home")
-    uid, starts, began = sweep.open_sweep(home, "rates", base, space)
+    uid, starts, began = sweep.begin_sweep(home, "rates", base, space)
     meta = storage.read_json(f"{home}/sweep.json")
     settings = parse_yaml(meta["base"], "")[0]
     del settings["optim"]["lr"]  # as of a version without it
     storage.write_bytes(f"{home}/sweep.json", json.dumps(meta | {"base": dump_yaml(settings)}).encode())
-    resumed = sweep.open_sweep(home, "rates", base.replace({"compute.max_failures": 7}), space)
+    resumed = sweep.begin_sweep(home, "rates", base.replace({"compute.max_failures": 7}), space)
     assert (starts, resumed) == (1, (uid, 2, began))
     with pytest.raises(ConfigError, match="rates: a sweep of this name differs in seed: 0 -> 7; choose another"):
-        sweep.open_sweep(home, "rates", base.replace({"seed": 7}), space)
+        sweep.begin_sweep(home, "rates", base.replace({"seed": 7}), space)
 
 
 def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):

@@ -19,6 +19,7 @@ from ray import tune
 from ray.util.placement_group import placement_group_table
 from ray.util.state import list_tasks
 
+import vitray
 from vitray.cluster import session
 from vitray.config import Model, Run, load_run
 from vitray.data.shards import open_dataset, read_request, write_dataset
@@ -96,6 +97,21 @@ def test_a_failed_trial_does_not_fail_the_sweep(folder, finished_sweep):
     for part in ("loss nan at step", "learning rate ", "images ", "last good checkpoint: "):
         assert part in record["reason"]
     assert is_idle()
+
+
+def test_a_sweep_opens_as_a_table_with_the_best_trial_first(folder, finished_sweep):
+    sweep = vitray.open_sweep("rates", folder / "sweeps")
+    assert sweep.trials["trial"].tolist() == ["lr=0.01", "lr=1e30"]
+    assert sweep.trials["state"].tolist() == ["finished", "failed"]
+    assert sweep.trials["optim.lr"].tolist() == [0.01, 1e30]
+    assert sweep.best == finished_sweep.best
+    assert sweep.trials["val/top1"][0] == finished_sweep.best_goal
+    assert sweep.trial(sweep.best).curves["val/top1"].iloc[-1] == finished_sweep.best_goal
+    assert vitray.load(sweep.model).classes
+    assert Path(sweep.report).is_file()
+    assert "<iframe sandbox" in sweep._repr_html_()
+    with pytest.raises(ConfigError, match=r"no trial 'lr=0[.]1'; did you mean lr=0[.]01"):
+        sweep.trial("lr=0.1")
 
 
 def test_a_trial_is_bit_equal_to_the_run_of_its_settings(folder, finished_sweep):

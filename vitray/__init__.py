@@ -5,7 +5,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitray import inspection as inspect  # noqa: F401 - under another name
+    from vitray import inspection as inspection
     from vitray.config import Model as Model
     from vitray.config import Run as Run
     from vitray.config import load_run as load_run
@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from vitray.models.vit import ViT as ViT
     from vitray.models.vit import regroup as regroup
     from vitray.runs.mlflow_callback import MLflowCallback as MLflowCallback
+    from vitray.runs.saved_run import open_run as open_run
     from vitray.runs.train import train as train
+    from vitray.sweeps.saved_sweep import open_sweep as open_sweep
+    from vitray.verbs import evaluate as evaluate
+    from vitray.verbs import export as export
+    from vitray.verbs import inspect as inspect
+    from vitray.verbs import predict as predict
+    from vitray.verbs import shard as shard
+    from vitray.verbs import sweep as sweep
     from vitray.weights import export_weights as export_weights
     from vitray.weights import flatten_model as flatten_model
     from vitray.weights import import_weights as import_weights
@@ -33,7 +41,15 @@ PUBLIC = {
     "Run": "vitray.config",
     "load_run": "vitray.config",
     "Loader": "vitray.data.loader",
+    "shard": "vitray.verbs",
     "train": "vitray.runs.train",
+    "sweep": "vitray.verbs",
+    "evaluate": "vitray.verbs",
+    "predict": "vitray.verbs",
+    "inspect": "vitray.verbs",
+    "export": "vitray.verbs",
+    "open_run": "vitray.runs.saved_run",
+    "open_sweep": "vitray.sweeps.saved_sweep",
     "load": "vitray.inference.loaded",
     "MLflowCallback": "vitray.runs.mlflow_callback",
     "count": "vitray.models.counts",
@@ -48,8 +64,8 @@ PUBLIC = {
     "open_weights": "vitray.weights",
     "save_model": "vitray.weights",
 }
-# Public modules. `vitray.inspect` lies elsewhere, because a file of that name would shadow the standard library's.
-MODULES = {"inspect": "vitray.inspection"}
+# Public modules.
+MODULES = ("inspection",)
 
 
 def __dir__() -> list[str]:
@@ -60,7 +76,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.metadata.version("vitray")
     if name in MODULES:
-        return importlib.import_module(MODULES[name])
+        return importlib.import_module(f"vitray.{name}")
     if name not in PUBLIC:
         raise AttributeError(f"vitray has no {name!r}; it has {', '.join([*PUBLIC, *MODULES])}")
     return getattr(importlib.import_module(PUBLIC[name]), name)

@@ -14,18 +14,21 @@ import vitray
 from vitray import inspection
 from vitray.config.sections import Section
 
-# Public names beside those of `vitray` and `vitray.inspect`, by the module to import them from.
+# Public names beside those of `vitray` and `vitray.inspection`, by the module to import them from.
 MODULES = {
     "vitray.weights": ("LoadedModel", "SavedModel", "identity_of", "load_tokenizer", "save_tokenizer"),
     "vitray.weights.family": ("Family", "Member"),
     "vitray.data.shards": ("Dataset", "ShardRequest", "ShardSettings", "open_dataset", "read_request", "write_dataset"),
     "vitray.config.augmentation": ("Augment", "CenterCrop", "Mix", "Normalize"),
     "vitray.runs.run_dir": ("Outcome",),
+    "vitray.runs.saved_run": ("SavedRun",),
+    "vitray.sweeps.saved_sweep": ("SavedSweep",),
+    "vitray.verbs": ("Report",),
     "vitray.serving.flavor": ("log_family", "log_model"),
 }
 TOP = """What to import, with types and meanings. `import vitray` loads neither torch nor Ray.
 
-Names of `vitray` and `vitray.inspect` are stable: a change of one is in the [changelog](../../CHANGELOG.md). Other
+Names of `vitray` and `vitray.inspection` are stable: a change of one is in the [changelog](../../CHANGELOG.md). Other
 modules are internal, but for the names below."""
 WIDTH = 100
 Definition = ast.FunctionDef | ast.ClassDef
@@ -36,11 +39,11 @@ def python_parts() -> Iterator[str]:
     yield TOP
     # Exports of the package, without private names.
     inside = [name for name in vars(inspection) if name in _exports(inspection)]
-    tables = {"vitray": (vitray, tuple(vitray.PUBLIC)), "vitray.inspect": (inspection, tuple(inside))}
+    tables = {"vitray": (vitray, tuple(vitray.PUBLIC)), "vitray.inspection": (inspection, tuple(inside))}
     tables |= {name: (importlib.import_module(name), names) for name, names in MODULES.items()}
     for title, (module, names) in tables.items():
         yield f"## {title}"
-        if title == "vitray.inspect":
+        if title == "vitray.inspection":
             yield prose(inspection.__doc__ or "")
         for name in names:
             yield f"### {name}"

@@ -1,9 +1,11 @@
 """Parsing of YAML recipes and `a.b=c` overrides into trees of plain values."""
 
 import argparse
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +48,21 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"{where}: {path} is given twice")
         changes[path] = parse_yaml(text, where)[0]
     return changes
+
+
+def spelled(value: Any) -> str:
+    """Return a value as an override spells it."""
+    if not isinstance(value, str):
+        return json.dumps(value, default=str)
+    with suppress(ConfigError):
+        if value.isprintable() and parse_yaml(value, "")[0] == value:
+            return value
+    return quoted(value)
+
+
+def quoted(text: str) -> str:
+    """Return a text in quotes, as YAML."""
+    return yaml.safe_dump(text, default_style='"', width=math.inf).rstrip("\n")
 
 
 def place_of(override: str) -> str:

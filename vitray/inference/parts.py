@@ -150,6 +150,11 @@ def count_images(plan: Plan) -> Counts:
     return Counts(len(plan.images) - skipped, skipped, dict(reasons.most_common()), named)
 
 
+def read_parts(plan: Plan) -> pa.Table:
+    """Return the rows of all parts, which are written."""
+    return pa.concat_tables([read_table(plan.address(part)) for part in range(plan.parts)])
+
+
 def print_part(plan: Plan, part: int, lines: Lines, to: TextIO) -> None:
     """Print the rows of a part: as JSON objects, or as CSV with a column for each number of a list."""
     table = read_table(plan.address(part))

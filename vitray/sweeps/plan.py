@@ -26,6 +26,8 @@ from vitray.sweeps.space import (
 from vitray.system import storage
 from vitray.training.resolved import ResolvedRun
 
+# Files of the folder of a sweep.
+SWEEP_META, REPORT = "sweep.json", "report/index.html"
 # Metrics of every evaluation.
 METRICS = ("val/top1", "val/top5", "val/loss")
 # CPUs of a trial's driver process, which only waits for its workers: Tune requires some.

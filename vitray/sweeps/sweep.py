@@ -12,7 +12,7 @@ from vitray.config import Run, load_run
 from vitray.errors import ConfigError
 from vitray.runs.placement import await_nodes
 from vitray.runs.resolve import check_storage, difference
-from vitray.sweeps.plan import Recipe, cluster_nodes, plan_stages, plan_sweep
+from vitray.sweeps.plan import SWEEP_META, Recipe, cluster_nodes, plan_stages, plan_sweep
 from vitray.sweeps.space import STAGES_DIR, Space
 from vitray.system import storage
 from vitray.system.lease import own_folder
@@ -20,8 +20,6 @@ from vitray.system.storage import scratch_folder
 
 if TYPE_CHECKING:
     from vitray.sweeps.sweep_logger import SweepOutcome
-
-SWEEP_META = "sweep.json"
 
 
 def sweep(
@@ -44,7 +42,7 @@ def sweep(
         for stage in stages:
             sweep(stage.recipe, stage.space, storage.join(name, STAGES_DIR, stage.name), out, command)
         plan = plan_sweep(base, space, cluster_nodes(), sweep_dir)
-        uid, starts, began = open_sweep(sweep_dir, name, base, space)
+        uid, starts, began = begin_sweep(sweep_dir, name, base, space)
         print(f"\n  {name}: {plan.summary}\n", file=sys.stderr, flush=True)
         from vitray.sweeps.sweep_logger import SweepLogger  # imports torch and MLflow, which takes seconds
         from vitray.sweeps.trial_store import TrialStore
@@ -74,7 +72,7 @@ def retry_failed(space: Space, name: str, out: str) -> None:
             print(f"  {each}: {', '.join(failed) or 'no trial'} to be tried again", file=sys.stderr, flush=True)
 
 
-def open_sweep(sweep_dir: str, name: str, base: Run, space: Space) -> tuple[str, int, float]:
+def begin_sweep(sweep_dir: str, name: str, base: Run, space: Space) -> tuple[str, int, float]:
     """Return the uid of the sweep in a folder, the number of its starts with this one, and the time of the first.
 
     This process has to own the folder.

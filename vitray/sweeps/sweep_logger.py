@@ -1,6 +1,5 @@
 """Logging of a sweep to MLflow, to the console and to the report while its trials run, in a thread of the driver."""
 
-import json
 import shlex
 import threading
 import time
@@ -8,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TextIO
 
+from vitray.config.parsing import spelled
 from vitray.config.sweep import Goal
 from vitray.errors import OwnershipLost, one_line
 from vitray.runs.console import Console, clock
 from vitray.runs.run_dir import RUN_META
 from vitray.runs.run_summary import evaluated_identity
-from vitray.sweeps.plan import Recipe, SweepPlan
+from vitray.sweeps.plan import REPORT, Recipe, SweepPlan
 from vitray.sweeps.report import (
     Measure,
     SweepResult,
@@ -148,7 +148,7 @@ class SweepLogger:
             failed=counts["failed"],
             best=best.name if best else None,
             best_goal=best.goal if best else None,
-            report=storage.join(self.store.sweep_dir, "report", "index.html"),
+            report=storage.join(self.store.sweep_dir, REPORT),
             mlflow_run=self._tracker.run_id,
         )
         is_population = self.plan.space.scheduler.traits.is_population
@@ -223,7 +223,7 @@ class SweepLogger:
         store, goal = self.store, self.plan.space.goal
         record, result, sizes = store.trials[name].record, store.outcome(name), store.sizes(name)
         curves = {key: [(int(step), value) for step, value in curve] for key, curve in (result.curves or {}).items()}
-        overrides = [f"{key}={_spell(value)}" for key, value in store.settings(name).items()]
+        overrides = [f"{key}={spelled(value)}" for key, value in store.settings(name).items()]
         return TrialResult(
             name=name,
             settings=dict(store.trials[name].entry.point.shown),
@@ -251,7 +251,7 @@ class SweepLogger:
             lines += [_row("trial", goal.metric, "state", *varied), _row(*["---"] * (3 + len(varied)))]
         for trial in ranked[:MOST_DESCRIBED]:
             name = f"[{trial.name}]({trial.run_url})" if trial.run_url else trial.name
-            cells = [_spell(trial.settings[path]) if path in trial.settings else "" for path in varied]
+            cells = [spelled(trial.settings[path]) if path in trial.settings else "" for path in varied]
             lines.append(_row(name, "" if trial.goal is None else f"{trial.goal:.4g}", trial.state, *cells))
         if len(ranked) > MOST_DESCRIBED:
             lines.append(f"\nand {len(ranked) - MOST_DESCRIBED} more: report/results.csv")
@@ -266,11 +266,6 @@ class SweepLogger:
 
 def _row(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _spell(value: Any) -> str:
-    """Return a value as the command line takes it: YAML, of which JSON is a part."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 # ---- the console -----------------------------------------------------------------------------------------------------

@@ -1,16 +1,10 @@
 """The report as a folder: index.html, which contains its pictures, the pictures as files, and results.csv."""
 
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from vitray.config.parsing import parse_yaml
-from vitray.errors import ConfigError
+from vitray.config.parsing import quoted, spelled
 from vitray.pages.files import FORMULA_STARTS, csv_text
 from vitray.pages.plotting import DARK, LIGHT, to_png
 from vitray.pages.rendering import Column, PageSection, Picture, Table, render_page
@@ -109,14 +103,9 @@ def table_of(sweep: SweepResult) -> str:
 
 
 def _spelled(value: Any) -> str:
-    """A value as an override spells it."""
-    if not isinstance(value, str):
-        return json.dumps(value, default=str)
-    with suppress(ConfigError):
-        is_plain = value.isprintable() and not value.startswith(FORMULA_STARTS)
-        if is_plain and parse_yaml(value, "")[0] == value:
-            return value
-    return yaml.safe_dump(value, default_style='"', width=math.inf).rstrip("\n")
+    """A value as an override spells it; a text that a spreadsheet would compute is in quotes."""
+    is_formula = isinstance(value, str) and value.startswith(FORMULA_STARTS)
+    return quoted(value) if is_formula else spelled(value)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

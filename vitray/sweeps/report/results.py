@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from vitray.config.model_names import Name
 from vitray.sweeps.report.papers import PaperResult
@@ -153,12 +153,26 @@ class Measure(NamedTuple):
         return -value if self.mode == "max" else value
 
 
-def best_first(trials: list[TrialResult], measure: Measure) -> list[TrialResult]:
+class Ranked(Protocol):
+    """A trial, as far as its rank needs it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def state(self) -> TrialState: ...
+    @property
+    def score(self) -> float | None: ...
+
+
+AnyTrial = TypeVar("AnyTrial", bound=Ranked)
+
+
+def best_first(trials: list[AnyTrial], measure: Measure) -> list[AnyTrial]:
     """Return trials by their goal; those without one come last, in the order of their states."""
     return sorted(trials, key=lambda trial: (measure.rank(trial.score), STATES.index(trial.state), trial.name))
 
 
-def leader(trials: list[TrialResult], measure: Measure) -> TrialResult | None:
+def leader(trials: list[AnyTrial], measure: Measure) -> AnyTrial | None:
     """Return the best finished trial; the best of all while none has finished; None while there is no value."""
     ranked = [trial for trial in best_first(trials, measure) if trial.score is not None]
     return next((trial for trial in ranked if trial.state == "finished"), ranked[0] if ranked else None)
