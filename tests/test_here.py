@@ -25,6 +25,7 @@ from pipelines.__main__ import run_verb
 from vitray.config import load_run
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError
+from vitray.runs.callback import Callback
 from vitray.runs.train import train
 from vitray.system.child import Child
 from vitray.training import checkpoints, loop
@@ -65,11 +66,21 @@ def call(command, **options):
     return done
 
 
+def noting(told):
+    """A callback that notes what it is told: steps with their loss, scored steps, checkpoints that exist."""
+    return Callback(
+        lambda step, values: told.append(("loss", step, values["train/loss"])),
+        lambda step, values: told.append(("score", step, values["val/loss"])),
+        lambda step, folder: told.append(("saved", step, (Path(folder) / checkpoints.META).is_file())),
+    )
+
+
 @pytest.fixture(scope="module")
 def on_ray(place):
     """A run of one worker on Ray."""
-    outcome = train(recipe(place, *ONE), "on-ray", str(place / "runs"))
-    return outcome, weights(outcome.home), losses(outcome.mlflow_run)
+    told = []
+    outcome = train(recipe(place, *ONE), "on-ray", str(place / "runs"), callback=noting(told))
+    return outcome, weights(outcome.home), losses(outcome.mlflow_run), told
 
 
 @pytest.mark.ray
@@ -103,11 +114,15 @@ def test_a_run_without_ray_is_bit_equal(place, on_ray):
 def test_a_run_crosses_from_ray_to_this_process(place, on_ray):
     interrupted(place, on_ray, "crossed", 6)
     before, children = set(threading.enumerate()), psutil.Process().children(recursive=True)
-    outcome = train(recipe(place, *ONE), "crossed", str(place / "runs"), here=True)
+    told = []
+    outcome = train(recipe(place, *ONE), "crossed", str(place / "runs"), here=True, callback=noting(told))
     assert same(weights(outcome.home), on_ray[1])
     assert losses(outcome.mlflow_run) == on_ray[2]
+    assert {kind for kind, *_ in told} == {"loss", "score", "saved"}
+    # A checkpoint is written beside the steps after it.
+    assert sorted(told) == sorted(each for each in on_ray[3] if each[1] > 6)
     for thread in set(threading.enumerate()) - before:
-        if thread.name != "mlflow":
+        if not thread.name.lower().startswith("mlflow"):  # its pools end when they are collected
             thread.join(30)  # one may be ending
             assert not thread.is_alive(), thread.name
     assert not [each for each in psutil.Process().children(recursive=True) if each not in children]

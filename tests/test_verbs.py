@@ -12,6 +12,7 @@ from pyarrow import parquet as pq
 import vitray
 from pipelines.__main__ import main
 from vitray import ConfigError, load_run
+from vitray.runs.console import Console
 
 TINY = {
     "model.name": "vit_u2x1_8",
@@ -41,7 +42,14 @@ def place(tmp_path_factory):
         assert sharded.frame.set_index("split")["images"].to_dict() == sharded["splits"]
         assert sharded["splits"]["val"] == 20
         run = load_run("demo", TINY | {"data.url": sharded.path})
-        vitray.train(run, "tiny", str(folder / "runs"), here=True)
+        with pytest.MonkeyPatch.context() as said:
+            lines = []
+            said.setattr(Console, "line", lambda self, text: lines.append(text))
+            broken = vitray.Callback(on_evaluation=lambda step, values: values["val/top2"])
+            vitray.train(run, "tiny", str(folder / "runs"), here=True, callback=broken)
+        assert [line.strip() for line in lines if "callback" in line] == [
+            f"a callback failed at step {step}: KeyError: 'val/top2'" for step in (3, 6)
+        ]
         yield folder
 
 

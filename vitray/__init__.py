@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vitray.models.counts import count as count
     from vitray.models.vit import ViT as ViT
     from vitray.models.vit import regroup as regroup
+    from vitray.runs.callback import Callback as Callback
     from vitray.runs.mlflow_callback import MLflowCallback as MLflowCallback
     from vitray.runs.saved_run import open_run as open_run
     from vitray.runs.train import train as train
@@ -43,6 +44,7 @@ PUBLIC = {
     "Loader": "vitray.data.loader",
     "shard": "vitray.verbs",
     "train": "vitray.runs.train",
+    "Callback": "vitray.runs.callback",
     "sweep": "vitray.verbs",
     "evaluate": "vitray.verbs",
     "predict": "vitray.verbs",

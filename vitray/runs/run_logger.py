@@ -20,6 +20,7 @@ from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.data.stream.preview import sample_sheet
 from vitray.errors import cut_middle, one_line
 from vitray.metrics.arrays import Examples
+from vitray.runs.callback import Callback
 from vitray.runs.console import Console, RunConsole
 from vitray.runs.placement import Placement
 from vitray.runs.resolve import TrialHook, plan_of
@@ -144,12 +145,14 @@ class RunLogger:
         inbox: Inbox,
         console: Console,
         called: float,
+        callback: Callback | None = None,
         hook: TrialHook | None = None,
     ) -> None:
         """`called` is the time of the call of `train`, on the monotonic clock."""
         self._resolved, self._run, self._folder = resolved, resolved.run, folder
         self._placement, self._inbox = placement, inbox
         self.console, self._called, self.hook = console, called, hook
+        self._callback = callback or Callback()
         self._progress = RunConsole(resolved, console)
         self._stages: dict[str, float] = {}
         if not placement.is_here:
@@ -356,6 +359,7 @@ class RunLogger:
                 self._tracker.tag("vitray.note", "\n".join(self._notes))
             case messages.CheckpointSaved(step=step):
                 self._tracker.tag("vitray.checkpoint", str(step))
+                self._tell(self._callback.on_checkpoint, step, checkpoints.folder_of(self._folder.url, step))
                 self._log_best(self._best.saved(step))
             case _:
                 assert_never(message)
@@ -378,10 +382,20 @@ class RunLogger:
             self._has_pictures |= "val/loss" in values  # they came with an earlier start
         else:
             self._progress.metrics(values, step)
+            self._tell(self._callback.on_step if "train/loss" in values else None, step, values)
+            self._tell(self._callback.on_evaluation if "val/loss" in values else None, step, values)
             share = values.get("train/data_wait_share")
             if share is not None and (warning := self._wait_warning.report(share)):
                 self._log(messages.Note(warning))
         self._log_best(self._best.evaluated(step, values))
+
+    def _tell(self, function: Callable[[int, Any], None] | None, step: int, what: Any) -> None:
+        """Call a function of the caller; an error of it becomes a note."""
+        try:
+            if function:
+                function(step, what)
+        except Exception as error:
+            self._log(messages.Note(cut_middle(f"a callback failed at step {step:,}: {one_line(error)}", LONGEST_NOTE)))
 
     def _decide(self, hook: TrialHook, step: int, values: dict[str, float]) -> None:
         """Send the sweep's decision; without one the run goes on."""

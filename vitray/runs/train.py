@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from vitray.cluster import session
 from vitray.config import Run
 from vitray.errors import RunError
+from vitray.runs.callback import Callback
 from vitray.runs.console import Console
 from vitray.runs.local_start import Place, decode_processes
 from vitray.runs.placement import Placement
@@ -51,17 +52,19 @@ def train(
     *,
     fork: str | None = None,
     here: bool = False,
+    callback: Callback | None = None,
     hook: TrialHook | None = None,
 ) -> Outcome:
     """Train a new run, or resume the interrupted run of this name, and return its outcome.
 
-    With `here` this process trains, without Ray; so does each process that torchrun has started.
+    With `here` this process trains, without Ray; so does each process that torchrun has started. `callback` is told of
+    steps, evaluations and checkpoints; `hook` is for the trials of a sweep.
     """
     called = time.monotonic()
     storage.check_name(name, "name")
     own_cpus = hook.own_cpus if hook else None
     if not here and own_cpus is None:
-        return _lead(run, name, out, fork, hook, called)
+        return _lead(run, name, out, fork, callback, hook, called)
     place = Place() if own_cpus else Place.told()
     with decode_processes(place, own_cpus) as decoders:
         from vitray.runs.train_here import follow, joined_group  # torch takes seconds, in those processes, too
@@ -69,7 +72,7 @@ def train(
         with joined_group(run, place, own_cpus, decoders) as group:
             if group.rank:
                 return follow(run, group)
-            return group.broadcast(_lead(run, name, out, fork, hook, called, group))
+            return group.broadcast(_lead(run, name, out, fork, callback, hook, called, group))
 
 
 def _lead(
@@ -77,6 +80,7 @@ def _lead(
     name: str,
     out: str,
     fork: str | None,
+    callback: Callback | None,
     hook: TrialHook | None,
     called: float,
     group: "Group | None" = None,
@@ -98,7 +102,10 @@ def _lead(
         with _started(resolved, hook, shutdown, group) as platform:
             from vitray.runs.run_logger import RunLogger  # after Ray and torch: a thread imports MLflow
 
-            with RunLogger(resolved, folder, platform.placement, platform.mailbox, console, called, hook) as logger:
+            watchers = callback, hook
+            with RunLogger(
+                resolved, folder, platform.placement, platform.mailbox, console, called, *watchers
+            ) as logger:
                 outcome = _train(resolved, folder, platform, logger, shutdown, source)
             workers = None if group is None else 1
             promoted = promote_finished(run_dir, resolved.dataset.url, workers) if run.tracking.promote else None
