@@ -22,6 +22,7 @@ VERBS = {
     "serve": "answer HTTP requests with a network and its deltas, as a Ray Serve application",
     "inspect": "show the inside of a network: attention over images, attention distance, branches, as a page",
     "export": "write a network for ONNX, torch.export, timm, torchvision or Hugging Face, and check that outputs match",
+    "replay": "take a past step of a run again, and show the loss of each of its images",
     "model": "show a network's costs and draw it; read weights of other libraries",
     "weights": "describe a model folder; write a whole one from a delta or from a run's best checkpoint",
     "shard": "write images as a dataset of Parquet shards: shuffled, checked and counted",

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -15,8 +16,9 @@ from vitray.system import storage
 from vitray.system.mlflow_client import tracking_uri
 
 EXAMPLES = (
-    "examples: vitray train demo data.url=data/demo; vitray train my.yaml optim.lr=3e-4 --name low --out s3://b/runs; "
-    "vitray train --resume low compute.workers=4; vitray train demo data.url=data/demo --dry-run --json"
+    "examples: vitray train demo data.url=data/demo; vitray train finetune --data photos/ task.weights=base.pth; "
+    "vitray train my.yaml optim.lr=3e-4 --name low --out s3://b/runs; vitray train --resume low compute.workers=4; "
+    "vitray train demo data.url=data/demo --dry-run --json"
 )
 
 
@@ -26,6 +28,8 @@ def main(args: list[str]) -> dict[str, Any]:
     naming = parser.add_mutually_exclusive_group()
     naming.add_argument("--name", help="of the run; resumes an interrupted run of this name (default: recipe and time)")
     parser.add_argument("--out", default="runs", help="folder of all runs, or s3:// (default: %(default)s)")
+    text = "images, as of `vitray shard`; unless they are a dataset, they become one as data/NAME beside --out"
+    parser.add_argument("--data", metavar="SOURCE", help=text)
     naming.add_argument("--resume", metavar="NAME", help="resume the run of this name, without a recipe")
     parser.add_argument("--fork", metavar="NAME", help="start from the last weights of that run")
     parser.add_argument(
@@ -45,6 +49,10 @@ def main(args: list[str]) -> dict[str, Any]:
         wanted = "no recipe: the run has its own" if options.resume else recipe
         raise ConfigError(f"got {' and '.join(names) or 'no recipe'}, expected {wanted}")
 
+    if options.data and (options.resume or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+        raise ConfigError("--data: expected a new run in one process; other processes take a dataset as data.url=...")
+
+    from vitray.runs.images import with_images
     from vitray.runs.resolve import check_storage, plan_of, plan_text, resolve
     from vitray.runs.run_dir import stored_run
     from vitray.runs.train import train
@@ -57,6 +65,8 @@ def main(args: list[str]) -> dict[str, Any]:
     else:
         run = load_run(names[0], overrides)
         name = options.name or f"{Path(names[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if options.data:
+        run = with_images(run, options.data, options.out, writes=not options.dry_run and not options.show)
     if options.show:
         print(run.to_yaml(), end="")
         return run.dotted()
@@ -74,9 +84,22 @@ def main(args: list[str]) -> dict[str, Any]:
     if leads:
         print(f"vitray: {name}: checking data, weights and storage", file=sys.stderr, flush=True)
     outcome = train(run, name, options.out, fork=options.fork, here=options.here)
+    if options.data and outcome.model:
+        print(next_block(outcome.model, run.data.url, options.data), file=sys.stderr)
     if not leads:
         raise SystemExit(0)  # one process prints the result
     return outcome._asdict()
+
+
+def next_block(model: str, dataset: str | None, source: str) -> str:
+    """Return what to do with a network of one's own images."""
+    commands = [
+        ["vitray", "evaluate", model, str(dataset)],
+        ["vitray", "inspect", model, str(dataset)],
+        ["vitray", "predict", model, source, f"predictions/{Path(source).stem}"],
+    ]
+    about = ("scores, calibration and mistakes", "what it looks at", "the class of each image, as Parquet")
+    return "\n".join(f"  {shlex.join(words)}   # {text}" for words, text in zip(commands, about, strict=True)) + "\n"
 
 
 if __name__ == "__main__":

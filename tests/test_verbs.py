@@ -126,6 +126,31 @@ def test_an_export_has_its_proof(run, place, capsys):
     assert report.frame["changed_top1"].tolist() == [0]
 
 
+def test_a_folder_of_photographs_becomes_a_network_in_one_command(run, place, capsys):
+    settings = [f"{path}={value}" for path, value in TINY.items() if not path.startswith("model.")]
+    words = ["train", "finetune", "--data", str(place / "photos"), f"task.weights={run.model}", *settings]
+    words += ["--here", "--out", str(place / "mine" / "runs")]
+    assert main([*words, "--dry-run"]) == 2
+    refused = f"no dataset yet; `vitray shard {place / 'photos'} {place / 'mine' / 'data' / 'photos'}` writes it"
+    assert refused in capsys.readouterr().err
+    assert main([*words, "--name", "tuned", "--json"]) == 0
+    printed = capsys.readouterr()
+    tuned = vitray.open_run("tuned", place / "mine" / "runs")
+    assert json.loads(printed.out.splitlines()[-1])["model"] == tuned.model
+    assert (tuned.run.task.mode, tuned.run.data.holdout) == ("attn", 0.1)
+    assert Path(tuned.run.data.url) == place / "mine" / "data" / "photos"
+    commands = [line.split() for line in printed.err.splitlines()[-4:] if "vitray" in line]
+    assert [command[1] for command in commands] == ["evaluate", "inspect", "predict"]
+    assert {command[2] for command in commands} == {tuned.model}
+    assert vitray.load(tuned.model).classes == vitray.load(run.model).classes
+    # A dataset is taken as it is, with its own images to evaluate.
+    words[3] = str(place / "data")
+    assert main([*words, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["val_images"] == 20
+    assert main([*words, "data.url=elsewhere"]) == 2
+    assert "data.url is set, too" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vitray.config.model_names import parse_name as parse_name
     from vitray.data.loader import Loader as Loader
     from vitray.errors import ConfigError as ConfigError
+    from vitray.errors import RunError as RunError
     from vitray.inference.loaded import load as load
     from vitray.models.counts import count as count
     from vitray.models.vit import ViT as ViT
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vitray.verbs import export as export
     from vitray.verbs import inspect as inspect
     from vitray.verbs import predict as predict
+    from vitray.verbs import replay as replay
     from vitray.verbs import shard as shard
     from vitray.verbs import sweep as sweep
     from vitray.weights import export_weights as export_weights
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 # The stable API. A table, so that `import vitray` loads neither torch nor ray.
 PUBLIC = {
     "ConfigError": "vitray.errors",
+    "RunError": "vitray.errors",
     "Model": "vitray.config",
     "Run": "vitray.config",
     "load_run": "vitray.config",
@@ -50,6 +53,7 @@ PUBLIC = {
     "predict": "vitray.verbs",
     "inspect": "vitray.verbs",
     "export": "vitray.verbs",
+    "replay": "vitray.verbs",
     "open_run": "vitray.runs.saved_run",
     "open_sweep": "vitray.sweeps.saved_sweep",
     "load": "vitray.inference.loaded",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from vitray.config.parsing import spelled
 from vitray.errors import ConfigError
-from vitray.pages.notebook import facts_html, frame_html, joined_html, page_html
+from vitray.pages.notebook import facts_html, frame_html, joined_html, page_html, picture_html
 from vitray.system import storage
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Report:
     values: dict[str, Any]
     """All results by name, as the verb's `--json` prints them; `report["top1"]` is one of them."""
     path: str
-    """The address of what was written: a page, or a folder."""
+    """The address of what was written: a page, a picture, or a folder."""
     text: str
     """What the command line prints."""
     read_frame: Callable[[], "pd.DataFrame"]
@@ -57,6 +57,8 @@ class Report:
     def _repr_html_(self) -> str:
         if self.path.endswith(".html"):
             return joined_html([frame_html(self.frame), page_html(self.path)])
+        if self.path.endswith(".png"):
+            return joined_html([picture_html(storage.read_bytes(self.path)), frame_html(self.frame)])
         return joined_html([facts_html(self.path, {}), frame_html(self.frame)])
 
 
@@ -292,6 +294,21 @@ def export(
     export = export_network(request)
     values = export.flat()
     return Report(values, export.path, export.text(), lambda: _frame([values]))
+
+
+def replay(run: Address, step: int, *, out: Address | None = None) -> Report:
+    """Take a past step of a run again, and show the loss and the gradient norm of each of its images.
+
+    `run`: a run folder, as in runs/first
+    `step`: counted from 1, as in MLflow's charts
+    `out`: a folder or s3://; None is replays/RUN-step-N
+    """
+    from vitray.runs.replay import SHEET
+    from vitray.runs.replay import replay as replay_verb
+
+    replayed = replay_verb(os.fspath(run), step, _address(out))
+    sheet = storage.join(replayed.out, SHEET)
+    return Report(replayed.flat(), sheet, replayed.text(), lambda: _frame(replayed.rows()))
 
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------

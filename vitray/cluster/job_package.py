@@ -49,7 +49,7 @@ CONNECT_SECONDS = 5
 TRACKED_VERBS, OPTIONALLY_TRACKED = {"train", "sweep", "promote"}, {"evaluate"}
 # The default of --out for each verb that has one.
 DEFAULT_OUTPUTS = {"train": "runs", "sweep": "sweeps", "evaluate": "evaluations", "promote": "evaluations"}
-DEFAULT_OUTPUTS |= {"inspection": "inspect", "bench": "bench_out"}
+DEFAULT_OUTPUTS |= {"inspection": "inspect", "bench": "bench_out", "replay": "replays"}
 
 
 class PackageFiles(NamedTuple):

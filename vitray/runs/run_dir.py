@@ -105,14 +105,17 @@ def _identities(resolved: ResolvedRun) -> dict[str, str | None]:
 
 def fork_source(run_dir: str) -> str | None:
     """Return the run folder whose last weights a run starts from; None if it has a checkpoint or is no fork."""
-    meta = json.loads(storage.read_bytes(storage.join(run_dir, RUN_META)))
-    if not meta["forked_from"]:
+    if not storage.read_json(storage.join(run_dir, RUN_META))["forked_from"]:
         return None
     from vitray.training import checkpoints  # imports torch, which takes seconds
 
-    if checkpoints.complete_steps(run_dir):
-        return None
-    return _source(run_dir, meta["name"], meta["forked_from"])
+    return None if checkpoints.complete_steps(run_dir) else run_source(run_dir)
+
+
+def run_source(run_dir: str) -> str | None:
+    """Return the run folder whose last weights a run started from; None if it is no fork."""
+    meta = storage.read_json(storage.join(run_dir, RUN_META))
+    return _source(run_dir, meta["name"], meta["forked_from"]) if meta["forked_from"] else None
 
 
 def _source(run_dir: str, name: str, fork: str) -> str:

@@ -144,7 +144,9 @@ def incident_block(result: WorkerResult) -> dict[str, str]:
         names = ", ".join(result.corrupt)
         facts["corrupt"] = f"{len(result.corrupt)} images were replaced by their neighbors: {names}"
     if result.skipped:
-        facts["left out"] = f"steps {', '.join(map(str, result.skipped))}, whose loss was not finite or spiked"
+        facts["left out"] = (
+            f"steps {', '.join(str(step + 1) for step in result.skipped)}, whose loss was not finite or spiked"
+        )
     return facts
 
 

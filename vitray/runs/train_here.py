@@ -82,12 +82,12 @@ class Group(NamedTuple):
             waits_for_decision=start.waits_for_decision,
         )
         forget_peak_memory(self.device)
-        with closing(host), shutdown.postponed(), _torch_settings_kept():
+        with closing(host), shutdown.postponed(), torch_settings_kept():
             return train_loop(resolved, start.folder.url, host)
 
 
 @contextmanager
-def _torch_settings_kept() -> Iterator[None]:
+def torch_settings_kept() -> Iterator[None]:
     """Restore torch's settings after a block: the caller may go on to use it."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:

@@ -96,8 +96,11 @@ def checkpoint_of(run: Run, learner: Learner, state: TrainState, share: Share) -
 def resume(run_dir: str, learner: Learner, host: Host) -> TrainState:
     """Load the last complete checkpoint, if any, and return its state."""
     checkpoint = checkpoints.read_latest(run_dir, next(learner.task.parameters()).device)
-    if checkpoint is None:
-        return TrainState()
+    return TrainState() if checkpoint is None else restore(checkpoint, learner, host)
+
+
+def restore(checkpoint: Checkpoint, learner: Learner, host: Host) -> TrainState:
+    """Load a checkpoint, and return its state."""
     # Each part is freed when it is loaded.
     learner.task.load_state_dict(checkpoint.parts.pop("model"))
     rest = checkpoint.state["optimizer"]
@@ -126,7 +129,7 @@ def rewind(run_dir: str, learner: Learner, host: Host, state: TrainState, broken
     earlier = resume(run_dir, learner, host)
     if earlier.step == 0:
         raise ConfigError(
-            f"the loss was not finite or spiked at step {broken}, and no checkpoint exists to rewind to; expected a"
+            f"the loss was not finite or spiked at step {broken + 1}, and no checkpoint exists to rewind to; expected a"
             " lower optim.lr, or an earlier checkpoint (checkpoint.every)"
         )
     earlier.skipped, earlier.rewinds = [*state.skipped, broken], state.rewinds + 1

@@ -5,6 +5,7 @@ random state, and a resumed run continues exactly.
 """
 
 import math
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -239,7 +240,7 @@ def go_back(worker: Worker, state: TrainState, bad_step: int, reason: str) -> Pr
     if worker.evaluator is not None:
         worker.evaluator.discard_after(earlier.step)
     worker.prober.discard_after(earlier.step)
-    text = f"{reason}; training continues from step {earlier.step} and skips step {bad_step}"
+    text = f"{reason}; training continues from step {earlier.step} and skips step {bad_step + 1}"
     worker.host.send(Note(text))
     return Progress.starting(worker, earlier)
 
@@ -356,7 +357,7 @@ def await_results(worker: Worker) -> None:
 
 
 def describe_broken_loss(worker: Worker, step: int, loss: float) -> str:
-    """Return the step, learning rate and images of a broken loss, and the last checkpoint."""
+    """Return the step, counted from 1, learning rate and images of a broken loss, and the last checkpoint."""
     train, resolved = worker.train, worker.resolved
     epoch, within = divmod(step, train.steps)
     first = within * train.spec.batch
@@ -366,7 +367,9 @@ def describe_broken_loss(worker: Worker, step: int, loss: float) -> str:
     last = checkpoints.folder_of(worker.run_dir, saved[-1]) if saved else "none"
     lr = learning_rate(resolved.run.optim, resolved.length, step)
     images = f"{', '.join(keys)} and {len(rows) - len(keys)} more" if len(rows) > len(keys) else ", ".join(keys)
-    return f"loss {loss:.4g} at step {step}, learning rate {lr:.3g}, images {images}; last good checkpoint: {last}"
+    where = f"loss {loss:.4g} at step {step + 1}, learning rate {lr:.3g}, images {images}"
+    look = shlex.join(["vitray", "replay", worker.run_dir, "--step", str(step + 1)])
+    return f"{where}; last good checkpoint: {last}; `{look}` shows its images"
 
 
 # ---- one step --------------------------------------------------------------------------------------------------------

@@ -131,6 +131,6 @@ class WorkerResult(NamedTuple):
     corrupt: Sequence[str] = ()
     """`shard:row` of the images that could not be decoded."""
     skipped: Sequence[int] = ()
-    """Steps left out after a broken loss."""
+    """Steps left out after a broken loss, counted from 0."""
     costs: Mapping[str, float] = {}
     """Latency and peak memory, as measured by `measure_costs`; empty after an interruption."""

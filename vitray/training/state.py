@@ -27,7 +27,7 @@ class TrainState:
     """Used instead of the best top-1 by tasks without classes."""
     best_step: int | None = None
     skipped: list[int] = field(default_factory=list)
-    """Steps with a broken loss, left out since."""
+    """Steps with a broken loss, left out since; counted from 0, as in random numbers."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """The last metrics, sent again after a resume, as the driver may have died before it logged them."""
     pending: list[int] = field(default_factory=list)

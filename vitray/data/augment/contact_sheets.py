@@ -97,6 +97,31 @@ def prediction_sheet(predictions: Sequence[Prediction], title: str) -> bytes:
     return png.getvalue()
 
 
+class Captioned(NamedTuple):
+    """An image (HWC, uint8) and the two lines below it."""
+
+    image: np.ndarray
+    title: str
+    text: str
+
+
+def captioned_sheet(cells: Sequence[Captioned], title: str) -> bytes:
+    """Return a PNG with each image above its lines."""
+    small, columns = ImageFont.load_default(13), min(MOST_COLUMNS, len(cells))
+    cell, top = CELL + GAP + 48, MARGIN + 24
+    sheet = Image.new("RGB", (2 * MARGIN + columns * (CELL + GAP) - GAP, top + cell * -(-len(cells) // columns)), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    draw.text((MARGIN, MARGIN), title, PALE, small, anchor="ls")
+    for place, each in enumerate(cells):
+        x, y = MARGIN + place % columns * (CELL + GAP), top - GAP + place // columns * cell
+        _place(sheet, each.image, (x, y))
+        draw.text((x, y + CELL + GAP), _shortened(each.title)[:20], INK, small)
+        draw.text((x, y + CELL + GAP + 17), each.text, PALE, small)
+    png = io.BytesIO()
+    sheet.save(png, "PNG")
+    return png.getvalue()
+
+
 def attention_overlay(image_HWC: np.ndarray, map_RQ: np.ndarray, blur: int = 0) -> np.ndarray:
     """Return an image in gray below the colors of its attention: violet where it is least, yellow where it is most.
 

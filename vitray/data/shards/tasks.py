@@ -95,14 +95,14 @@ def run_with_progress(
 class ProgressLine:
     """One line on stderr: rewritten on a terminal, otherwise printed every ten seconds."""
 
-    def __init__(self, doing: str, total: int) -> None:
-        self.doing, self.total, self.done = doing, total, 0
+    def __init__(self, doing: str, total: int, what: str = "images") -> None:
+        self.doing, self.total, self.what, self.done = doing, total, what, 0
         self.began = self.printed = time.monotonic()
         self.is_live = sys.stderr.isatty()
 
-    def add(self, images: int) -> None:
-        """Count images as done."""
-        self.done += images
+    def add(self, count: int) -> None:
+        """Count images, or what else is counted, as done."""
+        self.done += count
         now = time.monotonic()
         if now - self.printed >= (0.1 if self.is_live else 10):
             self.printed = now
@@ -118,6 +118,6 @@ class ProgressLine:
         rate = self.done / max(time.monotonic() - self.began, 1e-9)
         left = (self.total - self.done) / rate if rate else 0.0
         clock = f"{int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"
-        line = f"{self.doing} {self.done:,}/{self.total:,} images, {rate:,.0f} images/s, {clock} left"
+        line = f"{self.doing} {self.done:,}/{self.total:,} {self.what}, {rate:,.0f} {self.what}/s, {clock} left"
         start, end = ("\r", "") if self.is_live else ("", "\n")
         print(f"{start}{line:<72}", end=end, file=sys.stderr, flush=True)
