@@ -41,11 +41,17 @@ def test_every_verb_recipe_and_option_has_a_row():
     assert PAGES["recipes.md"].count("expected: ") > 50
 
 
-def test_every_import_of_readme_and_docs_is_on_the_python_page():
-    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+def test_every_name_of_readme_docs_and_notebooks_is_on_the_python_page():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/tutorials/*.md")]
     blocks = [block for page in pages for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)]
-    imports = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
-    named = {(node.module, each.name) for node in imports if node.module.startswith("vitray") for each in node.names}
+    nodes = [node for block in blocks for node in ast.walk(ast.parse(block))]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vitray")]
+    named = {(str(node.module), each.name) for node in imports for each in node.names}
+    dotted = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
+    named |= {tuple(name.rsplit(".", 1)) for name in dotted if re.fullmatch(r"vitray(\.\w+)+", name)}
+    named -= {("vitray", name) for name in vitray.MODULES}
+    modules = [each.name for node in nodes if isinstance(node, ast.Import) for each in node.names]
+    assert {name for name in modules if name.startswith("vitray")} == {"vitray"}
     assert len(named) > 5
     titles = re.findall(r"^(##+) ([\w.]+)$", PAGES["python.md"], re.MULTILINE)
     module, shown = "", set()

@@ -18,6 +18,8 @@ from vitray.config.sections import Section
 MODULES = {
     "vitray.weights": ("LoadedModel", "SavedModel", "identity_of", "load_tokenizer", "save_tokenizer"),
     "vitray.weights.family": ("Family", "Member"),
+    "vitray.data.shards.demo": ("CLASSES", "demo_item"),
+    "vitray.inference.answers": ("answer", "class_names", "probabilities", "view_of"),
     "vitray.data.shards": ("Dataset", "ShardRequest", "ShardSettings", "open_dataset", "read_request", "write_dataset"),
     "vitray.config.augmentation": ("Augment", "CenterCrop", "Mix", "Normalize"),
     "vitray.runs.run_dir": ("Outcome",),
@@ -47,7 +49,8 @@ def python_parts() -> Iterator[str]:
             yield prose(inspection.__doc__ or "")
         for name in names:
             yield f"### {name}"
-            yield from _parts(getattr(module, name))
+            thing = getattr(module, name)
+            yield from _parts(thing) if callable(thing) else _constant(module, name)
 
 
 def _exports(module: Any) -> set[str]:
@@ -79,6 +82,20 @@ def _parts(thing: Any) -> Iterator[str]:
                 [f"@{ast.unparse(mark)}" for mark in each.decorator_list if _is_shown(mark)] + [_signature(each)]
             )
             yield from _paragraphs(each)
+
+
+def _constant(module: Any, name: str) -> Iterator[str]:
+    """Yield the value of a constant, and the text below it."""
+    body = ast.parse(inspect.getsource(module)).body
+    place = next(at for at, each in enumerate(body) if isinstance(each, ast.Assign) and _names(each) == [name])
+    text = body[place + 1]
+    assert isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant), f"{name} has no text below it"
+    yield _stub([f"{name} = {getattr(module, name)!r}"])
+    yield f"{text.value.value}"
+
+
+def _names(node: ast.Assign) -> list[str]:
+    return [ast.unparse(target) for target in node.targets]
 
 
 def _definition(thing: Any) -> Definition:

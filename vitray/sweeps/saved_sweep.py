@@ -26,7 +26,7 @@ class SavedTrial(NamedTuple):
     score: float | None
     """The latest value of the goal."""
     settings: dict[str, Any]
-    """The settings that vary over the sweep."""
+    """The drawn variables, and the settings that vary over the sweep."""
     reason: str | None
     """Of a failure or an early stop."""
     outcome: TrialOutcome
@@ -72,7 +72,7 @@ class SavedSweep:
 
     @cached_property
     def trials(self) -> "pd.DataFrame":
-        """A row for each trial, the best first: its state, the goal, the settings that vary, costs, and a reason."""
+        """A row for each trial, the best first: state, goal, drawn variables and varied settings, costs, a reason."""
         import pandas as pd
 
         rows = [
@@ -84,7 +84,7 @@ class SavedSweep:
         return pd.DataFrame(rows)
 
     def _points(self) -> list[tuple[str, dict[str, Any]]]:
-        return [(name, dict(entry.point.shown)) for name, entry in read_entries(self.url).items()]
+        return [(name, {**entry.point.drawn, **entry.point.shown}) for name, entry in read_entries(self.url).items()]
 
     def _trial(self, name: str, shown: dict[str, Any]) -> SavedTrial:
         folder = storage.join(self.url, name)

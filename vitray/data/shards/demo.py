@@ -49,8 +49,8 @@ SHAPES = {
     "bolt": [(0.25, -1.1), (-0.75, 0.2), (-0.1, 0.2), (-0.35, 1.1), (0.75, -0.3), (0.1, -0.3), (0.65, -1.1)],
 }
 TEXTURES = ("plain", "stripes", "checks", "dots", "rings", "zigzag", "bricks", "blotches")
-# Class names of each task, in the order of its labels.
 CLASSES = {"shape": tuple(SHAPES), "texture": TEXTURES}
+"""Class names of each task, in the order of its labels."""
 
 
 def demo_item(index: int, seed: int, image_size: int, task: str) -> tuple[bytes, int]:
