@@ -6,11 +6,14 @@ settings crash), #46569 and #47903 (no checkpoints, no tags of the system), #642
 
 import json
 import shutil
+import threading
+import time
 
 import mlflow
 import pytest
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from test_tracking import Server
 
 from vitray import ConfigError, MLflowCallback
 
@@ -102,6 +105,71 @@ def test_records_wait_while_mlflow_is_away(store, tmp_path, monkeypatch, caplog)
     with MLflowCallback("photos", "away") as tracking:
         fit(tracking, tmp_path / "out")
     assert "`vitray sync` sends them" in caplog.text
+
+
+def two_workers():
+    """Return a loop of two workers, which report eight steps each; the fourth waits for a file."""
+
+    def train(config):
+        import time
+        from pathlib import Path
+
+        import ray.train
+
+        rank = ray.train.get_context().get_world_rank()
+        for step in range(1, 9):
+            ray.train.report({"step": step, "loss": step + rank / 2})
+            while step == 4 and not Path(config["goes_on"]).exists():
+                time.sleep(0.1)
+
+    return train
+
+
+@pytest.fixture
+def server(tmp_path, migrated, monkeypatch):
+    """An MLflow server, running, to which the jobs of a test log."""
+    shutil.copy(migrated, tmp_path / "mlruns.db")
+    server = Server(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "home"))
+    server.start()
+    try:
+        yield server
+    finally:
+        if server.process is not None:
+            server.kill()
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_in_a_job_of_two_workers_gets_every_step(server, tmp_path, ray_cluster):
+    goes_on, store = tmp_path / "goes on", mlflow.MlflowClient(server.uri)
+
+    def end_and_start():
+        while not (known := store.get_experiment_by_name("photos")) or not [
+            run for run in store.search_runs([known.experiment_id]) if "loss" in run.data.metrics
+        ]:
+            time.sleep(0.2)
+        server.kill()
+        goes_on.touch()
+        time.sleep(5)  # the job ends its steps meanwhile
+        server.start()
+
+    watcher = threading.Thread(target=end_and_start)
+    watcher.start()
+    run = RunConfig(
+        name="job", storage_path=str(tmp_path / "out"), callbacks=[(tracking := MLflowCallback("photos", "two"))]
+    )
+    scaling = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
+    with tracking:
+        TorchTrainer(
+            two_workers(), train_loop_config={"goes_on": str(goes_on)}, scaling_config=scaling, run_config=run
+        ).fit()
+        watcher.join()
+    [logged] = runs_of(store, "photos")
+    assert logged.info.status == "FINISHED"
+    losses = store.get_metric_history(logged.info.run_id, "loss")
+    assert sorted((point.step, point.value) for point in losses) == [(step, float(step)) for step in range(1, 9)]
 
 
 def test_its_use_outside_of_its_block_is_refused(store):

@@ -88,10 +88,12 @@ def _constant(module: Any, name: str) -> Iterator[str]:
     """Yield the value of a constant, and the text below it."""
     body = ast.parse(inspect.getsource(module)).body
     place = next(at for at, each in enumerate(body) if isinstance(each, ast.Assign) and _names(each) == [name])
-    text = body[place + 1]
-    assert isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant), f"{name} has no text below it"
     yield _stub([f"{name} = {getattr(module, name)!r}"])
-    yield f"{text.value.value}"
+    match body[place + 1]:
+        case ast.Expr(value=ast.Constant(value=str(text))):
+            yield text
+        case _:
+            raise ValueError(f"{name} has no text below it")
 
 
 def _names(node: ast.Assign) -> list[str]:

@@ -11,6 +11,7 @@ from vitray.config import Run, load_run
 from vitray.config.classification import Finetune
 from vitray.data.shards import Dataset, open_dataset
 from vitray.errors import ConfigError, nearest
+from vitray.pages.notebook import facts_html
 from vitray.runs.resolve import difference
 from vitray.system import storage
 from vitray.training.resolved import ResolvedRun
@@ -61,6 +62,9 @@ class Outcome(NamedTuple):
     """The step of the best evaluation; None without one."""
     promotion: str | None = None
     """The result of tracking.promote in words; None without it, and of a run that was finished before."""
+
+    def _repr_html_(self) -> str:
+        return facts_html(self.name, {name: value for name, value in self._asdict().items() if value is not None})
 
 
 def finished_outcome(run_dir: str) -> Outcome | None:
