@@ -18,9 +18,9 @@ torch.manual_seed(0)  # of the first weights
 vit = ViT(Model(name="vit_u6x1_8", image_size=32, num_classes=len(loader.classes)))
 model, optimizer = accelerator.prepare(vit, torch.optim.AdamW(vit.parameters(), 1e-3))
 accelerator.register_for_checkpointing(loader)
-if saved := sorted(Path(folder, "checkpoints").glob("checkpoint_*"), key=lambda path: int(path.name.split("_")[1])):
-    accelerator.load_state(str(saved[-1]))
-    project.iteration = len(saved)
+if saved := [int(path.name.split("_")[1]) for path in Path(folder).glob("checkpoints/*")]:
+    accelerator.load_state(f"{folder}/checkpoints/checkpoint_{max(saved)}")
+    project.iteration = max(saved) + 1
 while loader.epoch < 3:
     for images, labels in loader:
         optimizer.zero_grad()
