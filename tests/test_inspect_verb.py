@@ -17,7 +17,8 @@ from test_layers import ROOT
 from test_report import measured_page
 
 from pipelines.__main__ import main
-from vitray import Model, Run, ViT, inspect, save_model
+from vitray import Model, Run, ViT, save_model
+from vitray import inspection as inside
 from vitray.config.evaluation import NEEDS, FigureNeeds
 from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
@@ -132,13 +133,13 @@ def test_tables_hold_the_values_of_the_functions(made):
     for subject in made.subjects:
         batch = subject.batch()
         assert torch.equal(batch, normalized(torch.from_numpy(subject.images), subject.spec.normalize))
-        spread = inspect.attention_distances(subject.vit, batch)
+        spread = inside.attention_distances(subject.vit, batch)
         own = [row for row in tables["distance"] if row["model"] == subject.name]
         values = [float(row["distance_pixels"]) for row in own]
         assert values == pytest.approx(spread.distance.mean(-1).flatten().tolist(), rel=1e-5)
         deviations = [float(row["distance_pixels_sd_over_images"]) for row in own]
         assert deviations == pytest.approx(spread.distance.std(-1).flatten().tolist(), rel=1e-3)
-        maps = inspect.attention_maps(subject.vit, batch)
+        maps = inside.attention_maps(subject.vit, batch)
         own = [row for row in tables["rollout"] if (row["model"], row["map"]) == (subject.name, "rollout")]
         assert [float(row["attention"]) for row in own] == pytest.approx(maps.rollout.flatten().tolist(), rel=1e-4)
         own = [row for row in tables["predictions"] if row["model"] == subject.name]

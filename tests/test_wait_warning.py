@@ -6,6 +6,7 @@ import pytest
 from image_sets import write_dataset
 
 from vitray.config import load_run
+from vitray.runs.callback import Callback
 from vitray.runs.placement import Placement
 from vitray.runs.resolve import resolve
 from vitray.runs.run_logger import RunLogger, WaitWarning, best_remedy
@@ -54,6 +55,8 @@ def test_a_run_notes_the_warning_at_its_first_large_share_after_a_start():
         _log=notes.append,
         _log_best=lambda _: None,
         _best=SimpleNamespace(evaluated=lambda *_: None),
+        _callback=Callback(),
+        _tell=lambda *_: None,
     )
 
     def report(step, share, is_repeated=False):

@@ -85,10 +85,10 @@ def _parts(thing: Any) -> Iterator[str]:
 
 
 def _constant(module: Any, name: str) -> Iterator[str]:
-    """Yield the value of a constant, and the text below it."""
+    """Yield the type of a constant, and the text below it."""
     body = ast.parse(inspect.getsource(module)).body
     place = next(at for at, each in enumerate(body) if isinstance(each, ast.Assign) and _names(each) == [name])
-    yield _stub([f"{name} = {getattr(module, name)!r}"])
+    yield _stub([f"{name}: {type(getattr(module, name)).__name__}"])
     match body[place + 1]:
         case ast.Expr(value=ast.Constant(value=str(text))):
             yield text

@@ -222,7 +222,7 @@ def _look(run: Run, step: int, batch: DeviceBatch, learner: Learner) -> Look:
     """
     task = copy.deepcopy(learner.task)
     for module in task.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm):
             module.eval()
     use_patch(task, drawn_patch(run, step))
     parameters = [each for each in task.parameters() if each.requires_grad]
