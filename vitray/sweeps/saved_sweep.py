@@ -1,6 +1,7 @@
 """`vitray.open_sweep`: a sweep from its folder, as values for people: its trials as a table, the best, the report."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +12,7 @@ from vitray.pages.notebook import facts_html, frame_html, joined_html, page_html
 from vitray.runs.saved_run import SavedRun
 from vitray.sweeps.plan import REPORT, SWEEP_META
 from vitray.sweeps.report.results import Measure, TrialState, best_first, leader
-from vitray.sweeps.trial_store import TrialOutcome, read_entries, read_outcome, read_record
+from vitray.sweeps.trial_store import READERS, TrialEntry, TrialOutcome, read_entries, read_outcome, read_record
 from vitray.system import storage
 
 if TYPE_CHECKING:
@@ -47,7 +48,10 @@ class SavedSweep:
         self.goal: Goal = Goal.model_validate(space["goal"])
         """The metric that trials are compared by, and whether more is better."""
         measure = Measure(self.goal.metric, self.goal.mode)
-        self._trials = best_first([self._trial(name, shown) for name, shown in self._points()], measure)
+        entries = read_entries(url)
+        with ThreadPoolExecutor(READERS) as pool:  # reads may wait for a network
+            trials = list(pool.map(self._trial, entries, entries.values()))
+        self._trials = best_first(trials, measure)
         best = leader([trial for trial in self._trials if trial.state != "failed"], measure)
         self.best: str | None = best and best.name
         """The name of the best finished trial, of the best so far while none is finished; None without a score."""
@@ -83,15 +87,11 @@ class SavedSweep:
         ]
         return pd.DataFrame(rows)
 
-    def _points(self) -> list[tuple[str, dict[str, Any]]]:
-        return [(name, {**entry.point.drawn, **entry.point.shown}) for name, entry in read_entries(self.url).items()]
-
-    def _trial(self, name: str, shown: dict[str, Any]) -> SavedTrial:
+    def _trial(self, name: str, entry: TrialEntry) -> SavedTrial:
         folder = storage.join(self.url, name)
-        record = read_record(folder)
-        return SavedTrial(
-            name, record.state, record.score, shown, record.reason, read_outcome(folder) or TrialOutcome()
-        )
+        record, settings = read_record(folder), entry.point.drawn | entry.point.shown
+        outcome = read_outcome(folder) or TrialOutcome()
+        return SavedTrial(name, record.state, record.score, settings, record.reason, outcome)
 
     def _facts(self) -> dict[str, Any]:
         states = [trial.state for trial in self._trials]
