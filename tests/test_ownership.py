@@ -126,6 +126,19 @@ def test_of_twenty_processes_at_once_one_opens_a_run(place):
         assert open_run_dir(place, "first", RESOLVED, "owner")[2:4] == (uid, 2)
 
 
+def test_a_withdrawn_claim_does_not_come_back_under_its_name(place, monkeypatch):
+    """Another process that lists it, finds no file and looks again would take it for unreadable."""
+    rivals = {"rival": lease.Claim({}, "now", None)}
+    looks, live = iter([{}, rivals, {}, rivals]), Watch.live
+    monkeypatch.setattr(Watch, "live", lambda watch: look if (look := next(looks, None)) is not None else live(watch))
+    written, write = [], storage.write_bytes
+    monkeypatch.setattr(storage, "write_bytes", lambda url, content: (written.append(url), write(url, content)))
+    with own_folder(place, "first") as held:
+        claims = [url for url in written if url.endswith(".json")]
+        assert len(claims) == len({*claims}) == 3
+        assert {*storage.list_files(storage.join(place, FOLDER))} == {f"{held.id}.json", f"{held.id}.beat"}
+
+
 def test_a_folder_in_use_is_refused_whatever_the_home(place, owner):
     process = owner()
     with pytest.raises(ConfigError, match=f"first: {place} is in use by process {process.pid} on .*, since 20"):

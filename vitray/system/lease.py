@@ -53,7 +53,8 @@ class Ownership:
     """A folder that this process owns until `release`, and the thread that renews its lease."""
 
     def __init__(self, folder: str, name: str, other: str) -> None:
-        self.id = uuid.uuid4().hex
+        self.id = ""
+        """Of the claim: a new one at each try, as others may still be reading the one that was withdrawn."""
         self._folder, self._name, self._other = folder, name, other
         self._lost: OwnershipLost | None = None
         self._closing, self._writing = threading.Event(), threading.Lock()
@@ -109,6 +110,7 @@ class Ownership:
 
     def _claim(self, watch: "Watch") -> bool:
         """Write a claim, and return whether it is the only live one; else withdraw it."""
+        self.id = uuid.uuid4().hex
         content = {"process": process_tags(), "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
         for attempt in range(2):
             try:
