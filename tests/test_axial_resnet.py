@@ -24,7 +24,7 @@ from vitray.models.axial_resnet import HEADS, AxialBottleneck, PositionalAttenti
 from vitray.models.branches import AXES
 from vitray.models.counts import Counts, count, diagram
 from vitray.models.network import network_sizes
-from vitray.models.torchvision_networks import TorchvisionNetwork, stage_widths
+from vitray.models.other_networks import OtherNetwork, stage_widths
 from vitray.weights import import_weights, load_model, save_model
 from vitray.weights.export import write_library
 from vitray.weights.pretrained import adapt
@@ -36,9 +36,9 @@ def model(**settings) -> Model:
     return Model.model_validate({"name": SMALL, "image_size": (32, 64), "num_classes": 5} | settings)
 
 
-def network(**settings) -> TorchvisionNetwork:
+def network(**settings) -> OtherNetwork:
     torch.manual_seed(0)
-    return TorchvisionNetwork(model(**settings)).eval()
+    return OtherNetwork(model(**settings)).eval()
 
 
 def images(count=2) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_a_folder_gives_it_back_and_a_fine_tuning_keeps_its_image_size(tmp_path)
     save_model(str(tmp_path / "base"), Run(model=base.model), base, list("abcde"))
     loaded = load_model(str(tmp_path / "base"))
     assert torch.equal(loaded.vit(images()), base(images()))
-    tuned = TorchvisionNetwork(model(num_classes=3)).eval()
+    tuned = OtherNetwork(model(num_classes=3)).eval()
     tuned.load_state_dict(adapt(base, tuned.model, "w", new_head=False))
     assert not tuned(images()).any()
     with pytest.raises(ConfigError, match=r"w: body\.layer1\.0\.rows\.relative: got 31 x 16, expected 15 x 16"):

@@ -17,7 +17,7 @@ from vitray.config.augmentation import Normalize
 from vitray.config.classification import Distillation
 from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
-from vitray.models.torchvision_networks import TorchvisionNetwork, torchvision_sizes
+from vitray.models.other_networks import OtherNetwork, other_sizes
 from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
 from vitray.tasks.supervised import Classification, Teacher, distillation_loss, renormalize, soft_cross_entropy
@@ -315,10 +315,10 @@ def test_a_model_folder_is_a_teacher_with_its_own_normalization_and_cost(folder)
 
 def test_a_network_of_torchvision_is_a_teacher(tmp_path):
     run = Run().replace({"model": {"name": "torchvision/resnet18", "image_size": 32, "num_classes": CLASSES}})
-    network = scrambled(TorchvisionNetwork(run.model))
+    network = scrambled(OtherNetwork(run.model))
     save_model(str(tmp_path / "model"), run, network, NAMES)
     source = open_teacher(student(), Distillation(teacher=str(tmp_path / "model")), NAMES)
-    assert (source.name, source.gflops) == ("torchvision/resnet18", torchvision_sizes(run.model).gflops)
+    assert (source.name, source.gflops) == ("torchvision/resnet18", other_sizes(run.model).gflops)
     with torch.no_grad():
         torch.testing.assert_close(source.network(images()), network.float()(images()))
 

@@ -65,7 +65,7 @@ DOORS = {
     "onnxruntime": {"vitray.exports"},
     "simplejpeg": {"vitray.data.augment"},
     # bench compares with it; its networks are side by side with ours
-    "torchvision": {"vitray.data.augment", "vitray.bench", "vitray.models.torchvision_networks"},
+    "torchvision": {"vitray.data.augment", "vitray.bench", "vitray.models.other_networks"},
 }
 
 # Modules that load nothing heavy, so that a recipe is parsed at once.

@@ -22,7 +22,7 @@ from vitray.inspection.report.page import render
 from vitray.inspection.report.subjects import choose_images
 from vitray.inspection.tensors import KINDS, network_tensors
 from vitray.inspection.tokens import run_states
-from vitray.models.torchvision_networks import TorchvisionNetwork
+from vitray.models.other_networks import OtherNetwork
 from vitray.pages.plotting import LIGHT
 
 SECTIONS = re.compile(r'<section id="(\w+)"')
@@ -45,9 +45,9 @@ def place(tmp_path_factory):
     return folder
 
 
-def network(name, **settings) -> TorchvisionNetwork:
+def network(name, **settings) -> OtherNetwork:
     model = Model.model_validate({"name": f"torchvision/{name}", "image_size": 32, "num_classes": 3, **settings})
-    return scrambled(TorchvisionNetwork(model))
+    return scrambled(OtherNetwork(model))
 
 
 def images(count=5) -> torch.Tensor:

@@ -19,7 +19,7 @@ from vitray.exports.folding import fold
 from vitray.exports.writers import trace_program, write_onnx
 from vitray.models.counts import count, diagram
 from vitray.models.network import build_network, vit_of
-from vitray.models.torchvision_networks import TorchvisionNetwork, torchvision_sizes
+from vitray.models.other_networks import OtherNetwork, other_sizes
 from vitray.tasks.build import build_task
 from vitray.training.optim import parameter_groups
 from vitray.weights import import_weights, load_deltas, load_model, save_model
@@ -37,9 +37,9 @@ def model(name=SMALL, **settings) -> Model:
     return Model.model_validate({"name": name, "image_size": 64, "num_classes": 7} | settings)
 
 
-def network(name=SMALL, **settings) -> TorchvisionNetwork:
+def network(name=SMALL, **settings) -> OtherNetwork:
     torch.manual_seed(0)
-    return TorchvisionNetwork(model(name, **settings)).eval()
+    return OtherNetwork(model(name, **settings)).eval()
 
 
 def images(count=2, side=64) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_logits_and_features_are_those_of_torchvision(name):
 def check_counts(name: str) -> None:
     weights = next(iter(torchvision.models.get_model_weights(name)))
     printed, side = weights.meta, weights.transforms().crop_size[0]
-    sizes = torchvision_sizes(Model(name=f"torchvision/{name}", image_size=side))
+    sizes = other_sizes(Model(name=f"torchvision/{name}", image_size=side))
     auxiliary = {"inception_v3": 27_161_264 - 23_834_568}.get(name, 0)  # printed with its auxiliary head
     assert sizes.params == printed["num_params"] - auxiliary
     assert f"{sizes.gflops:.3f}" == f"{printed['_ops']:.3f}"
@@ -128,7 +128,7 @@ def test_the_least_image_of_every_network_is_taken(name):
 )  # fmt: skip
 def test_every_parameter_has_a_part(name, stages):
     with torch.device("meta"):
-        built = TorchvisionNetwork(model(f"torchvision/{name}", image_size=224))
+        built = OtherNetwork(model(f"torchvision/{name}", image_size=224))
     parts = built.parts()
     assert set(parts) == {name for name, _ in built.named_parameters()}
     assert {part for part in parts.values() if part.startswith("stage")} == {f"stage{stage}" for stage in stages}
@@ -214,7 +214,7 @@ def test_weights_files_of_torchvision_are_read(tmp_path, name):
 
 def test_all_matrices_of_a_vit_of_torchvision_decay():
     with torch.device("meta"):
-        task = nn.ModuleDict({"vit": TorchvisionNetwork(model("torchvision/vit_b_32"))})
+        task = nn.ModuleDict({"vit": OtherNetwork(model("torchvision/vit_b_32"))})
     groups = parameter_groups(task, load_run(None, ["optim.weight_decay=0.3"]).optim)
     decaying = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
     names = {name for name, parameter in task.named_parameters() if id(parameter) in decaying}
@@ -233,7 +233,7 @@ def test_published_weights_are_read_with_their_normalization(name):
 def test_a_fine_tuning_gets_a_head_of_zeros_or_is_refused():
     base, changed = scrambled(network()), model(num_classes=3)
     state = adapt(base, changed, "task.weights w", new_head=False)
-    tuned = TorchvisionNetwork(changed)
+    tuned = OtherNetwork(changed)
     tuned.load_state_dict(state)
     assert not tuned.eval()(images()).any()
     same = adapt(base, model(), "task.weights w", new_head=False)
@@ -314,7 +314,7 @@ def test_code_for_transformers_refuses_it_by_name():
 @pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "swin_t", "mobilenet_v3_small"])
 def test_a_few_images_are_learned_in_200_steps(name):
     torch.manual_seed(0)
-    built, x, labels = TorchvisionNetwork(model(f"torchvision/{name}", image_size=32)), images(7, 32), torch.arange(7)
+    built, x, labels = OtherNetwork(model(f"torchvision/{name}", image_size=32)), images(7, 32), torch.arange(7)
     optimizer = torch.optim.AdamW(built.parameters(), lr=3e-4)
     for _ in range(200):
         loss = F.cross_entropy(built(x), labels)

@@ -25,7 +25,7 @@ from vitray.errors import ConfigError
 from vitray.inference.answers import answer, class_names
 from vitray.inference.models import describe_network
 from vitray.inference.plan import Options, check_options, column_widths
-from vitray.models.torchvision_networks import TorchvisionNetwork, stage_widths
+from vitray.models.other_networks import OtherNetwork, stage_widths
 from vitray.serving.hosted import Hosted, check_tasks
 from vitray.serving.pyfunc import ImageClassifier
 from vitray.weights import load_model, save_model
@@ -90,7 +90,7 @@ def outputs(theirs: nn.Module, x_BCHW: Tensor) -> dict[str, np.ndarray]:
 @torch.no_grad()
 def test_states_lie_between_the_stages(name):
     model = Model.model_validate({"name": f"torchvision/{name}", "image_size": 32, "num_classes": 3})
-    network = scrambled(TorchvisionNetwork(model))
+    network = scrambled(OtherNetwork(model))
     x = images_BCHW = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     with network.watching_stages() as states:
         network(images_BCHW)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vitray.errors import RunError as RunError
     from vitray.inference.loaded import load as load
     from vitray.models.counts import count as count
+    from vitray.models.own_networks import add_network as add_network
     from vitray.models.vit import ViT as ViT
     from vitray.models.vit import regroup as regroup
     from vitray.runs.callback import Callback as Callback
@@ -59,6 +60,7 @@ PUBLIC = {
     "load": "vitray.inference.loaded",
     "MLflowCallback": "vitray.runs.mlflow_callback",
     "count": "vitray.models.counts",
+    "add_network": "vitray.models.own_networks",
     "parse_name": "vitray.config.model_names",
     "ViT": "vitray.models.vit",
     "regroup": "vitray.models.vit",

@@ -58,7 +58,9 @@ def width_key(size: int, heads: int | None = None) -> str | None:
 
 def canonical_name(text: str) -> str:
     """Return the one spelling of a model's name; refuse the name of no model."""
-    return check_torchvision(text) if is_torchvision(text) else axial_resnet(text) or str(parse_name(text))
+    if is_torchvision(text):
+        return check_torchvision(text)
+    return check_own(text) if text.startswith(OWN) else axial_resnet(text) or str(parse_name(text))
 
 
 def is_vit(name: str) -> bool:
@@ -198,6 +200,20 @@ def _known_width(key: str) -> Width:
     return width
 
 
+# ---- networks of own code --------------------------------------------------------------------------------------------
+
+OWN = "own/"
+
+
+def check_own(name: str) -> str:
+    """Return the name of a network of the user's code, which is known when it is built; refuse an unusable one."""
+    if not re.fullmatch(r"[a-zA-Z0-9][\w.-]{0,79}", name.removeprefix(OWN), re.ASCII):
+        raise ValueError(
+            f"model name {cut_middle(repr(name), 80)}: expected own/ and at most 80 letters, digits, _, . and -"
+        )
+    return name
+
+
 # ---- torchvision -----------------------------------------------------------------------------------------------------
 
 TORCHVISION = "torchvision/"
@@ -236,6 +252,8 @@ def check_torchvision(name: str) -> str:
 
 def check_size(name: str, height: int, width: int) -> None:
     """Refuse images of a size that a network of torchvision, or an AxialResNet, cannot take."""
+    if name.startswith(OWN):
+        return
     network = name.removeprefix(TORCHVISION)
     side, is_square = _side_multiple(network)
     if height % side or width % side or (is_square and height != width):

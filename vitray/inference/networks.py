@@ -17,8 +17,8 @@ from vitray.data.augment.views import View
 from vitray.inference.models import open_network
 from vitray.inference.network_spec import NetworkSpec, Numerics, Wanted
 from vitray.models.network import AnyNetwork
+from vitray.models.other_networks import OtherNetwork
 from vitray.models.positions import VisiblePatches
-from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT
 from vitray.weights import identity_of
 
@@ -37,11 +37,11 @@ def prepared(view_BHWC: np.ndarray, spec: NetworkSpec, network: AnyNetwork) -> T
     return normalized(torch.from_numpy(view_BHWC).to(device), spec.normalize).contiguous()
 
 
-class TorchvisionMember(NamedTuple):
+class OtherMember(NamedTuple):
     """A loaded network of torchvision, which shares no computation."""
 
     spec: NetworkSpec
-    network: TorchvisionNetwork
+    network: OtherNetwork
     view: int
 
 
@@ -70,16 +70,16 @@ class Networks:
         views = views_of(specs)
         self._all: list[tuple[NetworkSpec, AnyNetwork, int]] = []
         self._members: list[Member] = []
-        self._others: list[TorchvisionMember] = []
+        self._others: list[OtherMember] = []
         shares = len(specs) > 1 and wanted != Wanted()
         for spec in specs:
             network = (loaded or {}).get(spec.name) or open_network(spec)
             network, view = network.to(self._device).eval(), views.index(spec.view)
             self._all.append((spec, network, view))
-            if isinstance(network, TorchvisionNetwork):
+            if isinstance(network, OtherNetwork):
                 if numerics.compile:
                     network.compile(dynamic=False)
-                self._others.append(TorchvisionMember(spec, network, view))
+                self._others.append(OtherMember(spec, network, view))
                 continue
             stages = _stages(spec, network) if shares else [""] * (len(network.blocks) + 1)
             if numerics.compile:
@@ -95,7 +95,7 @@ class Networks:
         on_device = [to_device(torch.from_numpy(each), self._device) for each in inputs]
         self._run_from_level(self._members, 0, on_device, values)
         for other in self._others:
-            values[other.spec.name] = self._torchvision_outputs(other, on_device[other.view])
+            values[other.spec.name] = self._other_outputs(other, on_device[other.view])
         return values
 
     def inputs(self, views: Sequence[np.ndarray]) -> list[tuple[AnyNetwork, Tensor]]:
@@ -130,7 +130,7 @@ class Networks:
             ends["logits"] = vit.head(pooled_BD)
         return ends
 
-    def _torchvision_outputs(self, other: TorchvisionMember, view_BHWC: Tensor) -> dict[str, Tensor]:
+    def _other_outputs(self, other: OtherMember, view_BHWC: Tensor) -> dict[str, Tensor]:
         """Return the outputs of a network of torchvision; the features of a stage are the mean over positions."""
         spec, network, _ = other
         images_BCHW, wanted = normalized(view_BHWC, spec.normalize), self._wanted

@@ -146,7 +146,7 @@ def _check_levels(spec: NetworkSpec, options: Options) -> None:
 def level_widths(spec: NetworkSpec) -> dict[str, int]:
     """Return the width of the features of each level: of the blocks, or of the stages of a network of torchvision."""
     if not is_vit(spec.network):
-        from vitray.models.torchvision_networks import stage_widths  # loads torch
+        from vitray.models.other_networks import stage_widths  # loads torch
 
         return stage_widths(Model.model_validate_json(spec.settings))
     return {f"block{level:02d}": spec.features for level in range(parse_name(spec.network).depth)}

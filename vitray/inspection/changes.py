@@ -15,7 +15,7 @@ from vitray.inspection.levels import grid_of
 from vitray.inspection.tensors import Kind, NamedTensor, aligned, named_tensors, network_tensors
 from vitray.inspection.tokens import chunks, run_states
 from vitray.models.network import AnyNetwork
-from vitray.models.torchvision_networks import TorchvisionNetwork
+from vitray.models.other_networks import OtherNetwork
 from vitray.models.vit import ViT
 
 Status = Literal["equal", "changed", "new", "gone", "reshaped"]
@@ -106,7 +106,7 @@ def feature_changes(
 
 def tokens_of(vit: AnyNetwork, images_BCHW: Tensor) -> str:
     """Return the number and the kind of a network's tokens for images, in words."""
-    if isinstance(vit, TorchvisionNetwork):
+    if isinstance(vit, OtherNetwork):
         height, width = images_BCHW.shape[-2:]
         return f"{len(vit.stages) or 'no'} stages of {vit.model.name} at {height} x {width} pixels"
     rows, columns = grid_of(vit, images_BCHW)

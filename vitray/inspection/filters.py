@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitray.errors import ConfigError
 from vitray.inspection.levels import check_network
 from vitray.inspection.tokens import chunks
-from vitray.models.torchvision_networks import TorchvisionNetwork
+from vitray.models.other_networks import OtherNetwork
 from vitray.models.vit import ViT
 
 # Filters whose derivatives are computed in one backward pass.
@@ -57,9 +57,9 @@ class StemFilters(NamedTuple):
     """Of the variance of tokens, predicted by the effective filters; None without images."""
 
 
-def first_filters(network: TorchvisionNetwork) -> Tensor:
-    """Return the filters of the first convolution of a network of torchvision, DCHW."""
-    return next(layer.weight.detach() for layer in network.modules() if isinstance(layer, nn.Conv2d))
+def first_filters(network: OtherNetwork) -> Tensor | None:
+    """Return the filters of the first convolution of another network, DCHW; None without one."""
+    return next((layer.weight.detach() for layer in network.modules() if isinstance(layer, nn.Conv2d)), None)
 
 
 def stem_filters(vit: ViT, images_BCHW: Tensor | None = None, number: int = 28) -> StemFilters:

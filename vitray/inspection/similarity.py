@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitray.inspection.tokens import chunks, run_states
 from vitray.models.network import AnyNetwork
-from vitray.models.torchvision_networks import TorchvisionNetwork
+from vitray.models.other_networks import OtherNetwork
 
 # Unbiased HSIC is estimated from at least this many images.
 FEWEST_IMAGES = 4
@@ -72,7 +72,7 @@ def _grams_of_batch(vit: AnyNetwork, images_BCHW: Tensor, reading: Reading) -> T
 
 def _pooled(vit: AnyNetwork, x_BND: Tensor) -> Tensor:
     """The class token or the mean of the patches, B1D, before the norm."""
-    if isinstance(vit, TorchvisionNetwork):
+    if isinstance(vit, OtherNetwork):
         return x_BND.mean(dim=1, keepdim=True)
     if vit.model.pool == "token":
         return x_BND[:, :1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitray.models.network import AnyNetwork
-from vitray.models.torchvision_networks import NORMS, TorchvisionNetwork
+from vitray.models.other_networks import NORMS, OtherNetwork
 from vitray.models.vit import ViT, regroup
 
 Kind = Literal[
@@ -102,7 +102,7 @@ def network_tensors(network: AnyNetwork) -> Iterator[NamedTensor]:
                 yield NamedTensor(name, _kind_in_stage(network, parts), level, None, values)
 
 
-def _kind_in_stage(network: TorchvisionNetwork, parts: list[str]) -> Kind:
+def _kind_in_stage(network: OtherNetwork, parts: list[str]) -> Kind:
     match parts:
         case [*_, "running_mean" | "running_var"]:
             return "statistics"

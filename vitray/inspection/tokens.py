@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitray.inspection.levels import check_network, grid_of, run_levels
 from vitray.models.network import AnyNetwork
-from vitray.models.torchvision_networks import TorchvisionNetwork
+from vitray.models.other_networks import OtherNetwork
 from vitray.models.vit import ViT
 
 # The tokens of the images that pass a level together, in bytes; a level needs about ten times this.
@@ -28,12 +28,12 @@ OUTLIER_FACTOR = 3.0
 
 def has_levels(network: AnyNetwork) -> bool:
     """Whether a network has levels; of one of torchvision, numbered stages."""
-    return not isinstance(network, TorchvisionNetwork) or bool(network.stages)
+    return not isinstance(network, OtherNetwork) or bool(network.stages)
 
 
 def run_states(vit: AnyNetwork, images_BCHW: Tensor) -> Iterator[Tensor]:
     """Yield the tokens of a batch (BND): before the first level, then after each."""
-    if isinstance(vit, TorchvisionNetwork):
+    if isinstance(vit, OtherNetwork):
         check_network(vit)
         if not has_levels(vit):
             raise ValueError(f"{vit.model.name} has no numbered stages, expected a network with levels")
@@ -49,7 +49,7 @@ def run_states(vit: AnyNetwork, images_BCHW: Tensor) -> Iterator[Tensor]:
 
 def chunks(vit: AnyNetwork, images_BCHW: Tensor) -> tuple[Tensor, ...]:
     """Return the batch in parts that pass the network together."""
-    if isinstance(vit, TorchvisionNetwork):
+    if isinstance(vit, OtherNetwork):
         return images_BCHW.split(MOST_AT_STAGES)
     rows, columns = grid_of(vit, images_BCHW)
     state_bytes = (rows * columns + vit.num_prefix) * vit.model.shape.size * images_BCHW.element_size()

@@ -1,21 +1,21 @@
 """A network by its settings: a Vision Transformer of vitray, or a network of torchvision."""
 
 from vitray.config import Model
+from vitray.models.other_networks import OtherNetwork, other_sizes
 from vitray.models.sizes import Sizes, sizes_of
-from vitray.models.torchvision_networks import TorchvisionNetwork, torchvision_sizes
 from vitray.models.vit import ViT
 
-AnyNetwork = ViT | TorchvisionNetwork
+AnyNetwork = ViT | OtherNetwork
 
 
 def build_network(model: Model) -> AnyNetwork:
     """Return the network of these settings, with new weights."""
-    return ViT(model) if model.is_vit else TorchvisionNetwork(model)
+    return ViT(model) if model.is_vit else OtherNetwork(model)
 
 
 def network_sizes(model: Model) -> Sizes:
     """Return the sizes of the network of these settings."""
-    return sizes_of(model) if model.is_vit else torchvision_sizes(model)
+    return sizes_of(model) if model.is_vit else other_sizes(model)
 
 
 def training_gflops(model: Model) -> float:

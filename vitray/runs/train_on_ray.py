@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vitray.cluster import session
 from vitray.errors import RunError
+from vitray.models.own_networks import require_declared
 from vitray.runs import ray_host
 from vitray.runs.failures import HangReport, fit_with_restarts
 from vitray.runs.model_output import initial_weights
@@ -60,6 +61,7 @@ def started_on_ray(
     resolved: ResolvedRun, hook: TrialHook | None, shutdown: GracefulShutdown
 ) -> Iterator["RayPlatform"]:
     """Connect to Ray for a block, and place the workers of a run."""
+    require_declared(resolved.run.model.name)
     with session.ray_session(keep=True), shutdown.handle_signals():
         await_nodes(resolved.run)
         trials, has_cpus = (hook.concurrent_trials, hook.has_cpus) if hook else (1, True)

@@ -119,9 +119,9 @@ def read_sizes(run: Run, run_dir: str) -> Sizes | None:
         run = stored_run(run_dir)
     if run.model.is_vit:
         return sizes_of(run.model)
-    from vitray.models.torchvision_networks import torchvision_sizes  # imports torch, which takes seconds
+    from vitray.models.other_networks import other_sizes  # imports torch, which takes seconds
 
-    return torchvision_sizes(run.model)
+    return other_sizes(run.model)
 
 
 def costs_of(outcome: TrialOutcome | None, sizes: Sizes | None) -> dict[str, float]:

@@ -11,7 +11,7 @@ from vitray.config.augmentation import Normalize
 from vitray.config.model_names import axial_resnet, is_torchvision
 from vitray.errors import ConfigError, nearest, one_line
 from vitray.models.network import AnyNetwork
-from vitray.models.torchvision_networks import TorchvisionNetwork
+from vitray.models.other_networks import OtherNetwork
 from vitray.models.vit import ViT
 from vitray.weights.detect import detect_layout, settings_of
 from vitray.weights.files import State, WeightsFile, few, read_weights
@@ -82,13 +82,13 @@ def published_normalize(name: str) -> Normalize:
 
 def _torchvision(state: State, settings: dict[str, Any], url: str) -> tuple[Run, AnyNetwork]:
     with torch.device("meta"):
-        head = TorchvisionNetwork(Model(name=settings["name"], num_classes=1)).head_name
+        head = OtherNetwork(Model(name=settings["name"], num_classes=1)).head_name
     ours = {f"body.{name}": tensor for name, tensor in state.items() if not name.startswith(_AUXILIARY)}
     classes = ours.get(f"{head}weight")
     settings = {name: settings[name] for name in ("name", "image_size", "normalize") if name in settings}
     usual = published_normalize(settings["name"]).model_dump(mode="json")
     run = _run_of({"normalize": usual} | settings | {"num_classes": None if classes is None else len(classes)})
-    network = TorchvisionNetwork(run.model)
+    network = OtherNetwork(run.model)
     wanted = network.state_dict()
     wrong = [f"{name} is missing" for name in wanted.keys() - ours.keys() if not name.endswith(NOT_WEIGHTS)]
     wrong += [f"{name} has no place here" for name in ours.keys() - wanted.keys()]

@@ -13,8 +13,8 @@ from vitray.config import Model
 from vitray.config.model_names import TORCHVISION, WIDTHS, is_torchvision, width_key
 from vitray.errors import ConfigError
 from vitray.models.network import AnyNetwork
+from vitray.models.other_networks import constructor_settings
 from vitray.models.stems import ChannelNorm
-from vitray.models.torchvision_networks import constructor_settings
 from vitray.models.vit import ViT
 from vitray.weights.files import State, few
 from vitray.weights.layouts import LAYOUTS, tensor_names

@@ -13,9 +13,9 @@ from vitray.config.classification import Distillation, Finetune
 from vitray.config.pretraining import Beit
 from vitray.errors import ConfigError, nearest
 from vitray.models.network import AnyNetwork, build_network
+from vitray.models.other_networks import OtherNetwork
 from vitray.models.products import Products
 from vitray.models.tokenizer import VisualTokenizer
-from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import TwoHeads, ViT, build_head
 from vitray.weights import LoadedModel, identity_of, load_tokenizer, open_weights
 from vitray.weights.addresses import pin_uri
@@ -42,7 +42,7 @@ FUNCTION_SETTINGS = (
     "stem_norm_eps",
 )
 # The settings that define the function of a network of torchvision; its name decides the rest.
-TORCHVISION_SETTINGS = ["name", "image_size"]
+OTHER_SETTINGS = ["name", "image_size"]
 
 
 class InitialWeights(NamedTuple):
@@ -111,7 +111,7 @@ def _completed(run: Run, loaded: LoadedModel, classes: Sequence[str], new_head: 
     inherited = (
         [*FUNCTION_SETTINGS, "batch_momentum", "image_size", *([] if new_head else ["head"])]
         if loaded.vit.model.is_vit
-        else TORCHVISION_SETTINGS
+        else OTHER_SETTINGS
     )
     changes = {f"model.{name}": old[name] for name in inherited if name not in run.model.model_fields_set}
     if "num_classes" not in run.model.model_fields_set:
@@ -149,7 +149,7 @@ def adapt(initial: AnyNetwork, model: Model, where: str, *, new_head: bool) -> d
     number of classes. A new head ends in a layer of zeros (ViT paper, B.1.1). `where` starts an error message.
     """
     if not isinstance(initial, ViT):
-        return _adapt_torchvision(initial, model, where, new_head=new_head)
+        return _adapt_other(initial, model, where, new_head=new_head)
     if not model.is_vit:
         raise ConfigError(f"{where}: not the network of this run: got {initial.model.name}, expected {model.name}")
     (rows, columns), (new_rows, new_columns) = initial.model.grid, model.grid
@@ -172,10 +172,10 @@ def adapt(initial: AnyNetwork, model: Model, where: str, *, new_head: bool) -> d
     return state | {f"head.{name}": tensor for name, tensor in head.state_dict().items()}
 
 
-def _adapt_torchvision(initial: TorchvisionNetwork, model: Model, where: str, *, new_head: bool) -> dict[str, Tensor]:
+def _adapt_other(initial: OtherNetwork, model: Model, where: str, *, new_head: bool) -> dict[str, Tensor]:
     if initial.model.name != model.name:
         raise ConfigError(f"{where}: not the network of this run: got {initial.model.name}, expected {model.name}")
-    network, head = TorchvisionNetwork(model), initial.head_name
+    network, head = OtherNetwork(model), initial.head_name
     got, wanted = _shapes(initial), _shapes(network)
     names = [name for name in wanted if not name.startswith(head) and got.get(name) != wanted[name]]
     if names:

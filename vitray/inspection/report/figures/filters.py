@@ -12,7 +12,7 @@ from torch import Tensor
 from vitray.inspection.filters import StemFilters, first_filters, receptive_field, stem_filters
 from vitray.inspection.report.drawings import DPI, FigureResult, prepare, tiled, to_array
 from vitray.inspection.report.subjects import Subject
-from vitray.models.torchvision_networks import TorchvisionNetwork
+from vitray.models.other_networks import OtherNetwork
 from vitray.pages.plotting import Theme, new_figure
 
 # Filters of a first convolution that are drawn, and tiles in a row.
@@ -20,7 +20,7 @@ MOST_KERNELS = 112
 FILTERS_WIDE = 7
 PROSE = (
     "The leading principal components of the stem's filters, one filter for each channel of a token, the largest share"
-    " of their variance first; of a network of torchvision, the filters of its first convolution themselves. Each is"
+    " of their variance first; of another network, the filters of its first convolution themselves. Each is"
     " scaled to its largest entry; mid-gray is zero."
 )
 
@@ -28,8 +28,11 @@ PROSE = (
 def make(subjects: Sequence[Subject], result: FigureResult) -> FigureResult:
     """Return the result with a drawing and a table of each network whose stem has filters."""
     for subject in subjects:
-        if isinstance(subject.network, TorchvisionNetwork):
+        if isinstance(subject.network, OtherNetwork):
             kernels_KCHW = first_filters(subject.network)
+            if kernels_KCHW is None:
+                result = result.without(f"{subject.name} has none: it has no convolution.")
+                continue
             shown, size = kernels_KCHW[:MOST_KERNELS], " x ".join(map(str, kernels_KCHW.shape[2:]))
             of_all = "" if len(shown) == len(kernels_KCHW) else f"the first {len(shown)} of "
             caption = f"{of_all}the {len(kernels_KCHW)} filters of {size} pixels of its first convolution."

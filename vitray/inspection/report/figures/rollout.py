@@ -15,8 +15,8 @@ from vitray.data.augment.contact_sheets import attention_overlay
 from vitray.inspection.attention import attention_maps, gradient_rollout
 from vitray.inspection.report.drawings import Drawing, FigureResult, Rows, Strip, Table, Thumbnail, file_name
 from vitray.inspection.report.subjects import ChosenImages, Subject
+from vitray.models.other_networks import OtherNetwork
 from vitray.models.probabilities import probabilities_of
-from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.pages.plotting import Theme, new_figure, one_line
 
 # Images with all their maps on the page; the grid has all that are shown.
@@ -44,13 +44,13 @@ class Outputs(NamedTuple):
 
 def make(subjects: Sequence[Subject], result: FigureResult) -> FigureResult:
     """Return the result with the maps and predicted classes of every image."""
-    if all(isinstance(subject.network, TorchvisionNetwork) for subject in subjects):
+    if all(isinstance(subject.network, OtherNetwork) for subject in subjects):
         result = result._replace(title="Predicted classes", prose="The images with their classes.")
     galleries: list[tuple[str, list[Strip]]] = []
     rows: Rows = [["model", "image", "row", "column", "map", "attention"]]
     predicted: Rows = [["model", "image", "true_class", "rank", "class", "probability"]]
     for subject in subjects:
-        if isinstance(subject.network, TorchvisionNetwork):
+        if isinstance(subject.network, OtherNetwork):
             text = f"{subject.name} has no attention maps: {subject.network.model.name} is not a ViT of vitray"
             if subject.spec.num_classes is None:
                 result = result.without(f"{text}, and has no classes.")
@@ -85,7 +85,7 @@ def _compute(subject: Subject) -> Outputs:
     has_head = subject.spec.num_classes is not None
     rollouts, gradients, last, logits = [], [], [], []
     for batch_BCHW in subject.batches("attention maps"):
-        if isinstance(subject.network, TorchvisionNetwork):
+        if isinstance(subject.network, OtherNetwork):
             with torch.no_grad():
                 logits.append(subject.network(batch_BCHW))
             continue

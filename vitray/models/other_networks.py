@@ -1,6 +1,6 @@
 """Networks of torchvision, for the same commands as ours; tensors keep torchvision's names, after the prefix `body.`.
 
-AxialResNet-50, which is built like a ResNet of torchvision, is used in the same way.
+AxialResNet-50, which is built like a ResNet of torchvision, is used in the same way, and so is a network of own code.
 
 Functions import torchvision where they use it: it brings torch.compile along, a second of CPU for each process, and
 most networks are ours.
@@ -22,6 +22,7 @@ from vitray.config import Model
 from vitray.config.classification import Part
 from vitray.config.model_names import TORCHVISION, axial_resnet
 from vitray.models.axial_resnet import AxialResNet
+from vitray.models.own_networks import build_own, check_head, checked_output
 from vitray.models.products import Products
 from vitray.models.sizes import Sizes
 
@@ -33,8 +34,8 @@ _STAGES = re.compile(
 _HALVES = re.compile(r"features\.([1-7])\.")
 
 
-class TorchvisionNetwork(nn.Module):
-    """A classification network of torchvision without auxiliary heads, or an AxialResNet, by its `Model` settings."""
+class OtherNetwork(nn.Module):
+    """A classification network of torchvision without auxiliary heads, an AxialResNet or own code, by its settings."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -42,6 +43,8 @@ class TorchvisionNetwork(nn.Module):
         self.body = _build(model)
         self._head = _head_of(self.body)
         head: Any = self.body.get_submodule(self._head)
+        if model.is_own:
+            check_head(model, self._head, head)
         self.width = head.in_features if isinstance(head, nn.Linear) else head.in_channels
         if model.num_classes is None:
             self.body.set_submodule(self._head, nn.Identity())
@@ -90,6 +93,8 @@ class TorchvisionNetwork(nn.Module):
 
         With `whole`, also None for everything inside a stage's top-level modules.
         """
+        if self.model.is_own:
+            return None
         is_halved = self.model.name.removeprefix(TORCHVISION).startswith(("convnext", "swin"))
         match = (_HALVES if is_halved else _STAGES).match(place)
         if match is None or (whole and match.end() < len(place)):
@@ -150,16 +155,16 @@ class TorchvisionNetwork(nn.Module):
         return biases
 
     def count(self, products: Products) -> None:
-        """Count the products for an image, in both passes of a copy on the meta device."""
+        """Count the products for an image, in both passes of a copy on the meta device; own code may need a CPU."""
         from torch.utils.flop_counter import FlopCounterMode
 
-        with torch.device("meta"):
-            network, images_1CHW = TorchvisionNetwork(self.model).eval(), torch.empty(1, 3, *self.model.image_shape)
+        with torch.device("cpu" if self.model.is_own else "meta"):
+            network, images_1CHW = OtherNetwork(self.model).eval(), torch.zeros(1, 3, *self.model.image_shape)
         for copied, parameter in zip(network.parameters(), self.parameters(), strict=True):
             copied.requires_grad_(parameter.requires_grad)
         counter = FlopCounterMode(display=False, custom_mapping={CONVOLUTION_BACKWARD: _convolution_backward})
         with counter:
-            logits_1K = network(images_1CHW)
+            logits_1K = checked_output(self.model, network, images_1CHW) if self.model.is_own else network(images_1CHW)
             forward = counter.get_total_flops() // 2
             if logits_1K.requires_grad:
                 logits_1K.sum().backward()
@@ -198,6 +203,10 @@ def _build(model: Model) -> nn.Module:
 
     if axial_resnet(model.name):
         return AxialResNet(model.name, model.image_shape, model.num_classes or 1)
+    if model.is_own:
+        with torch.device("cpu"):  # where it may load weights
+            body = build_own(model.name, model.num_classes or 1)
+        return body.to(torch.get_default_device())
     network, settings = model.name.removeprefix(TORCHVISION), constructor_settings(model)
     # A RegNet computes its widths with tensors, which have no values on the meta device.
     with torch.device("cpu") if network.startswith("regnet") else nullcontext():
@@ -217,13 +226,14 @@ def constructor_settings(model: Model) -> dict[str, Any]:
 
 def _head_of(body: nn.Module) -> str:
     """The name of the last layer with weights; torchvision registers layers in the order of their use."""
-    return [name for name, module in body.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)][-1]
+    names = [name for name, module in body.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    return names[-1] if names else ""
 
 
 def stage_widths(model: Model) -> dict[str, int]:
     """Return the channels of each stage of a network of torchvision; empty for a network without stages."""
     with torch.device("meta"):
-        network = TorchvisionNetwork(model).eval()
+        network = OtherNetwork(model).eval()
         if not network.stages:
             return {}
         with torch.no_grad(), network.watching_stages() as states:
@@ -231,10 +241,10 @@ def stage_widths(model: Model) -> dict[str, int]:
     return {name: state.shape[1] for name, state in zip(network.stages, states[1:], strict=True)}
 
 
-def torchvision_sizes(model: Model) -> Sizes:
+def other_sizes(model: Model) -> Sizes:
     """Return the sizes of a network of torchvision: multiply-adds of its products, as torchvision prints them."""
     with torch.device("meta"):
-        network = TorchvisionNetwork(model).requires_grad_(False)
+        network = OtherNetwork(model).requires_grad_(False)
     parts: dict[Part, int] = {}
     owners = network.parts()
     for name, parameter in network.named_parameters():
