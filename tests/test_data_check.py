@@ -114,14 +114,12 @@ def test_the_cost_is_of_all_machines():
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         ["compute.workers=1", "data.augment.policy=three_augment"],
-        pytest.param(
-            ["compute.workers=2", "task=masked", "model.num_classes=null", "data.cache=decoded"],
-            marks=pytest.mark.slow,  # starts four executions of Ray Data for two workers
-        ),
+        ["compute.workers=2", "task=masked", "model.num_classes=null", "data.cache=decoded"],
     ],
     ids=["one worker", "two workers of a masked task"],
 )

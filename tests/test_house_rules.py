@@ -136,6 +136,7 @@ def test_ruff_finds_nothing(check):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_pyright_finds_nothing():
     done = subprocess.run([sys.executable, "-m", "pyright"], cwd=ROOT, capture_output=True, text=True)

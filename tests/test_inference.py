@@ -71,6 +71,7 @@ def test_every_image_is_in_the_outputs_once_for_any_chunk(place, expected, tmp_p
     np.testing.assert_allclose(outputs.features, expected[1], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_actors_give_the_outputs_of_one_process(place, tmp_path, ray_cluster):
     alone = compute_outputs(work(place, tmp_path / "1", chunk=7), workers=1)

@@ -86,6 +86,7 @@ def test_a_job_is_one_run_through_the_failure_of_a_worker(store, tmp_path):
     assert "system/cpu_utilization_percentage" in run.data.metrics
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_is_failed_and_the_same_name_goes_on(store, tmp_path):
     with pytest.raises(Exception, match="a worker fails"), MLflowCallback("photos", "second") as tracking:
         fit(tracking, tmp_path / "out", always=True, failures=0)
@@ -100,6 +101,7 @@ def test_a_job_that_fails_is_failed_and_the_same_name_goes_on(store, tmp_path):
     assert sorted(steps) == list(range(1, 7))
 
 
+@pytest.mark.slow
 def test_records_wait_while_mlflow_is_away(store, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     with MLflowCallback("photos", "away") as tracking:

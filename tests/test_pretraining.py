@@ -65,6 +65,7 @@ def tokenizer(place):
     return train(recipe(place, *TOKENIZER, "tracking.register_as=codes"), "tokenizer", str(place / "runs"))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_trained_logged_and_saved(place, tokenizer):
     assert tokenizer.val_top1 is None
     assert tokenizer.val_loss > 0
@@ -129,6 +130,7 @@ def test_evaluations_always_use_the_same_masks(place):
     assert not np.array_equal(with_masks(batch, run, 0).masks, with_masks(batch, run, 1).masks)
 
 
+@pytest.mark.slow
 def test_an_unusable_tokenizer_gets_one_message(place, tokenizer):
     with pytest.raises(ConfigError, match=r"task.objective.tokenizer: got .*codes for 4 x 4 patches of 8 pixels"):
         resolve(beit(place, "model.image_size=64"))

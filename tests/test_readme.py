@@ -196,10 +196,16 @@ def test_a_space_is_planned(inside, tmp_path, monkeypatch, block):
 
 # Python that needs exports: test_walkthrough.py runs it.
 SLOW_PYTHON = ("exports/",)
+TRAINS = "MLflowCallback"
 
 
 @pytest.mark.parametrize(
-    "block", [each for each in PYTHON if not any(name in each.values[0].text for name in SLOW_PYTHON)]
+    "block",
+    [
+        pytest.param(*each.values, id=each.id, marks=[pytest.mark.slow] * (TRAINS in each.values[0].text))
+        for each in PYTHON
+        if not any(name in each.values[0].text for name in SLOW_PYTHON)
+    ],
 )
 def test_python_runs_and_prints_what_it_states(inside, block, capsys):
     run_python(block.text)

@@ -51,6 +51,7 @@ from measure_scaling import ThreadBroadcast
 GROUPS = st.lists(st.integers(1, 400), min_size=1, max_size=40).map(np.array)
 DIVIDED = st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda pair: (pair[0] * pair[1], pair[1]))
 # (global batch, workers) with at least one image for each worker
+SLOW_WORKERS = [pytest.param(workers, marks=pytest.mark.slow) for workers in (3, 4)]
 SHARED = st.tuples(st.integers(1, 300), st.integers(1, 20)).filter(lambda pair: pair[0] >= pair[1])
 
 
@@ -491,7 +492,7 @@ def test_the_stream_follows_the_planned_order(dataset, one_worker):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("workers", [2, 4, 3, 5])
+@pytest.mark.parametrize("workers", [2, *SLOW_WORKERS, 5])
 def test_any_number_of_workers_sees_the_same_pixels(dataset, one_worker, workers):
     assert images_of_epoch(train_stream(dataset), workers) == one_worker
 
@@ -517,7 +518,9 @@ def test_a_task_that_sends_draws_gives_the_same_views(tmp_path, augment):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("cache", "workers"), [("none", 2), ("none", 5), ("decoded", 1), ("decoded", 3)])
+@pytest.mark.parametrize(
+    ("cache", "workers"), [pytest.param("none", 2, marks=pytest.mark.slow), ("none", 5), ("decoded", 3)]
+)
 def test_views_are_the_same_on_the_device(tmp_path, ray_cluster, cache, workers):
     small = write(tmp_path / "small", [jpeg(index) for index in range(300)])
     kind = {"repeats": 2, "batch": 20}
@@ -656,7 +659,7 @@ def test_repeated_copies_differ_and_spread_over_workers(dataset, ray_cluster):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("workers", [1, 2, 4, 3])
+@pytest.mark.parametrize("workers", [1, 2, *SLOW_WORKERS])
 def test_an_evaluation_streams_every_image_exactly_once(dataset, ray_cluster, workers):
     stream = Stream(dataset, StreamSpec("train", batch=128, size=(16, 16), crop=CenterCrop()), RayReader)
     rows, steps = [], set()

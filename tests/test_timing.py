@@ -85,6 +85,7 @@ def test_each_trained_network_is_compiled_anew(compilations):
     assert compilations == [1, 1]
 
 
+@pytest.mark.slow
 def test_more_networks_are_compiled_than_torch_does_by_itself(monkeypatch, tmp_path):
     compile_for, graphs = torch.compile, []
 

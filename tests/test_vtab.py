@@ -160,6 +160,7 @@ def args_of(place, out, *more):
     return ["evaluate", *words, "--vtab", f"natural={place / 'shapes'}", f"structured={place / 'photos'}"]
 
 
+@pytest.mark.slow
 def test_the_verb_chooses_one_setting_and_scores_each_seed(place, small, tmp_path, capsys, monkeypatch):
     assert main([*args_of(place, tmp_path, "--seeds", 2), "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
