@@ -77,7 +77,7 @@ NETWORKS = {
     "two heads": {"model.distillation_token": True, "model.head": {"kind": "mlp", "hidden": 5}},
     "fused": {"model.execution": "fused"},
     "adapters": {"model.adapters": 4},
-    "drop path": {"model.drop_path": 0.3, "model.dropout": 0.1},
+    "drop path": {"model.drop_path": 0.5, "model.drop_path_draw": "share", "model.dropout": 0.1},
 }
 
 
@@ -104,7 +104,7 @@ def test_a_fine_tuning_costs_its_trained_weights_and_the_way_down_to_the_lowest(
         {"task.mode": "attn", "task.first_branch": True},
         {"task.mode": "last", "model.name": "vit_u4x1_8", "task.levels": 2},
         {"task.mode": "lora", "task.lora.matrices": ["q", "k", "v", "out", "up", "down"], "task.lora.rank": 3},
-        {"task.mode": "ffn", "model.drop_path": 0.3, "task.cosub.weight": 0.5},
+        {"task.mode": "ffn", "model.drop_path": 0.5, "model.drop_path_draw": "share", "task.cosub.weight": 0.5},
     ],
     ids=str,
 )
@@ -156,7 +156,7 @@ def test_a_distillation_costs_its_teachers_forward_pass_too(teacher):
 
 
 def test_co_training_costs_two_passes():
-    settings = {"model.drop_path": 0.3}
+    settings = {"model.drop_path": 0.5, "model.drop_path_draw": "share"}
     alone, both = run_of(settings), run_of(settings | {"task.cosub.weight": 0.5})
     assert assert_counted(both).step_gflops == 2 * task_costs(alone).step_gflops
 

@@ -314,7 +314,7 @@ def test_the_same_network_keeps_its_weights(positions, head):
     initial = vit(positions=positions, head=head).eval()
     update_statistics(initial)
     # Settings of execution and training may differ.
-    free = {"drop_path": 0.3, "dropout": 0.1, "execution": "loop", "layerscale": 1e-6}
+    free = {"drop_path": 0.3, "drop_path_draw": "share", "dropout": 0.1, "execution": "loop", "layerscale": 1e-6}
     network = adapted(initial, model(positions=positions, head=head, **free))
     assert all(torch.equal(tensor, initial.state_dict()[name]) for name, tensor in network.state_dict().items())
     with torch.no_grad():

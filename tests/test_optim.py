@@ -290,15 +290,18 @@ def test_lamb_does_not_move_if_gradient_and_decay_cancel():
     assert parameter.tolist() == [-0.5] * 3
 
 
-def test_lamb_scales_each_tensor_of_a_group_separately():
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("decay", [0.3, 0.0])
+def test_lamb_scales_each_tensor_of_a_group_separately(decay, foreach):
     separate, grouped = weights(), weights()
-    one_each = LambOptimizer(lamb_groups(separate, (0.3,) * 4), lr=0.1)
-    one = LambOptimizer([{"params": grouped, "weight_decay": 0.3}], lr=0.1)
-    for optimizer, parameters in ((one_each, separate), (one, grouped)):
-        for parameter, gradient in zip(parameters, gradients(0), strict=True):
-            parameter.grad = gradient.clone()
-        parameters[1].grad = None
-        optimizer.step()
+    one_each = LambOptimizer(lamb_groups(separate, (decay,) * 4), lr=0.1)
+    one = LambOptimizer([{"params": grouped, "weight_decay": decay}], lr=0.1, foreach=foreach)
+    for step in range(3):
+        for optimizer, parameters in ((one_each, separate), (one, grouped)):
+            for parameter, gradient in zip(parameters, gradients(step), strict=True):
+                parameter.grad = gradient.clone()
+            parameters[1].grad = None
+            optimizer.step()
     assert torch.equal(grouped[1], weights()[1])
     for left, right in zip(separate, grouped, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-14, atol=0)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from vitray.config.model_names import Name, canonical_name, check_size, is_vit, parse_name
+from vitray.config.model_names import OWN, Name, canonical_name, check_size, is_vit, parse_name
 from vitray.config.sections import MOST_NUMBER, MOST_PARAMETERS, Fraction, Positive, Section, Size, one_of
 from vitray.errors import ConfigError
 
@@ -106,8 +106,8 @@ class Model(Section):
     # Stored canonically, so that two spellings of one model are one value.
     name: Annotated[str, AfterValidator(canonical_name)] = "vit_ti12x1_16"
     """`vit_<width><depth>x<branches>_<patch>[_<stem>]`, or a paper's spelling such as ViT-B/16. Or another network: one
-    of torchvision, as in torchvision/resnet50, or axial_resnet50_s, _m or _l (ViT paper, D.6). Of these you can set
-    only image_size and num_classes."""
+    of torchvision, as in torchvision/resnet50, axial_resnet50_s, _m or _l (ViT paper, D.6), or own/<name> of your own
+    code. Of these you can set only image_size and num_classes."""
     image_size: Size | Annotated[tuple[Size, Size], Field(strict=False)] = 224
     """Side in pixels, or [height, width]; multiples of the patch size."""
     patches: Annotated[tuple[Size, ...], Field(strict=False)] = ()
@@ -142,6 +142,9 @@ class Model(Section):
     """Initial value of LayerScale; null: no LayerScale."""
     drop_path: Fraction = 0.0
     """Probability that a branch is skipped for a sample (stochastic depth), drawn per branch."""
+    drop_path_draw: Literal["sample", "share"] = "sample"
+    """sample: for each sample by itself, as in the papers; share: for a fixed share of each micro-batch, so that
+    compiled code leaves out its computation, too (DINOv2)."""
     drop_path_schedule: Literal["constant", "linear"] = "constant"
     """constant: the same rate in every block ("Three things"); linear: from 0 in the first block to drop_path in the
     last."""
@@ -261,8 +264,13 @@ class Model(Section):
 
     @property
     def is_vit(self) -> bool:
-        """Whether the network is a Vision Transformer of vitray; if not, it is one of torchvision or an AxialResNet."""
+        """Whether the network is a Vision Transformer of vitray; if not, it is one of `other_networks`."""
         return is_vit(self.name)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the network is one of the user's code."""
+        return self.name.startswith(OWN)
 
     def require_vit(self, what: str) -> None:
         """Refuse another network for something that only Vision Transformers have."""

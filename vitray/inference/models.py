@@ -56,7 +56,7 @@ def open_network(spec: NetworkSpec) -> AnyNetwork:
 
 
 def _settings_of(model: Model) -> str:
-    of_training = {"drop_path", "drop_path_schedule", "dropout", "batch_momentum"}
+    of_training = {"drop_path", "drop_path_draw", "drop_path_schedule", "dropout", "batch_momentum"}
     return model.model_dump_json(exclude=of_training | {"execution"})
 
 

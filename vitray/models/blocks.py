@@ -6,7 +6,6 @@ Shapes: B images, N tokens, D width, H heads, P parallel branches, K channels in
 
 import functools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -30,6 +29,7 @@ from vitray.models.branches import (
     normalize_heads,
     split_heads,
 )
+from vitray.models.drop_path import ALL, Draw, Kept, draw_factors, draw_kept
 from vitray.models.positions import NO_POSITIONS, AttentionPositions
 from vitray.models.products import Products
 
@@ -37,13 +37,16 @@ from vitray.models.products import Products
 class Block(nn.Module):
     """One level of the network: parallel attention branches, then parallel feed-forward branches.
 
-    One branch is the ordinary block. Drop path is drawn per branch and per sample, after LayerScale.
+    One branch is the ordinary block. Drop path is drawn per branch and per sample, after LayerScale; a branch that is
+    run by itself computes only the samples that it keeps.
     """
 
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
         self.width, self.heads, self.branches = spec.width, spec.heads, spec.branches
-        self.drop_path, self.dropout, self.execution = spec.drop_path, spec.dropout, spec.execution
+        self.drop_path = spec.drop_path
+        self.drop_path_draw: Draw = spec.drop_path_draw
+        self.dropout, self.execution = spec.dropout, spec.execution
         self.attentions = tuple(Attention(spec) for _ in range(spec.branches))
         self.feedforwards = tuple(FeedForward(spec) for _ in range(spec.branches))
         # Named attn1, attn2, ... and ffn1, ffn2, ..., as in `trace["block07.attn1"]`.
@@ -70,9 +73,14 @@ class Block(nn.Module):
         return self._feed_fused(x_BND) if fused else self._feed_loop(x_BND)
 
     def count(self, products: Products, tokens: int, attended: int) -> None:
-        """Count the products for an image's tokens, each of which attends to some; execution fused has the same."""
+        """Count the products for an image's tokens, each of which attends to some; execution fused has the same.
+
+        Of a branch that is left out for a share of the images, only those that keep it count.
+        """
+        share, products.share = products.share, products.share * (1 - self.drop_path * self.training)
         products.branches(*(functools.partial(each.count, products, tokens, attended) for each in self.attentions))
         products.branches(*(functools.partial(each.count, products, tokens) for each in self.feedforwards))
+        products.share = share
 
     def _is_fused(self, x_BND: Tensor) -> bool:
         has_dropout = self.training and self.dropout > 0
@@ -82,30 +90,28 @@ class Block(nn.Module):
             return False
         return self.execution == "fused" or is_fusing_faster(self.branches * x_BND.numel(), x_BND.device.type)
 
-    def _drop_path_factors(self, x_BND: Tensor) -> Tensor | None:
-        """The factor of each sample and branch (BP): 0 for a dropped branch, else 1 / (1 - rate)."""
-        if not (self.training and self.drop_path):
-            return None
-        chance = torch.full((x_BND.shape[0], self.branches), 1 - self.drop_path, device=x_BND.device)
-        return (torch.bernoulli(chance) / (1 - self.drop_path)).to(x_BND.dtype)
-
     # ---- one by one --------------------------------------------------------------------------------------------------
 
     def _attend_loop(
         self, x_BND: Tensor, trace: Trace | None, key: str, positions: AttentionPositions = NO_POSITIONS
     ) -> Tensor:
-        numbered = enumerate(self.attentions, start=1)
-        outputs = (branch(x_BND, self.dropout, positions, trace, f"{key}.attn{index}") for index, branch in numbered)
-        return self._add_loop(x_BND, outputs)
+        sum_BND, kept = x_BND, self._draw_kept(x_BND, computes_all=trace is not None)
+        for index, (branch, some) in enumerate(zip(self.attentions, kept, strict=True), start=1):
+            h_KND = branch(some.of(x_BND), self.dropout, positions.of(some.rows), trace, f"{key}.attn{index}")
+            sum_BND = some.add(sum_BND, h_KND)
+        return sum_BND
 
     def _feed_loop(self, x_BND: Tensor) -> Tensor:
-        return self._add_loop(x_BND, (branch(x_BND, self.dropout) for branch in self.feedforwards))
+        sum_BND = x_BND
+        for branch, some in zip(self.feedforwards, self._draw_kept(x_BND), strict=True):
+            sum_BND = some.add(sum_BND, branch(some.of(x_BND), self.dropout))
+        return sum_BND
 
-    def _add_loop(self, x_BND: Tensor, outputs: Iterator[Tensor]) -> Tensor:
-        factors = self._drop_path_factors(x_BND)
-        for index, h_BND in enumerate(outputs):
-            x_BND = x_BND + (h_BND if factors is None else h_BND * factors[:, index, None, None])
-        return x_BND
+    def _draw_kept(self, x_BND: Tensor, computes_all: bool = False) -> list[Kept]:
+        """The samples that each branch computes and keeps."""
+        if not (self.training and self.drop_path):
+            return [ALL] * self.branches
+        return draw_kept(x_BND, self.branches, self.drop_path, self.drop_path_draw, computes_all)
 
     # ---- fused -------------------------------------------------------------------------------------------------------
 
@@ -128,15 +134,17 @@ class Block(nn.Module):
         if first.adapter is None:
             return self._add_fused(x_BND, h_BNK, weights)
         # An adapter acts on the output of its branch alone, so the second products are not joined.
-        inner = h_BNK.chunk(self.branches, dim=-1)
-        return self._add_loop(x_BND, (each.output(h, 0.0) for each, h in zip(self.feedforwards, inner, strict=True)))
+        kept = self._draw_kept(x_BND, computes_all=True)
+        for each, h_BNI, some in zip(self.feedforwards, h_BNK.chunk(self.branches, dim=-1), kept, strict=True):
+            x_BND = some.add(x_BND, each.output(h_BNI, 0.0))
+        return x_BND
 
     def _add_fused(self, x_BND: Tensor, h_BNK: Tensor, weights: "FusedWeights") -> Tensor:
-        factors = self._drop_path_factors(x_BND)
         bias_PD = weights.bias_out
-        if factors is None:
+        if not (self.training and self.drop_path):
             return x_BND + F.linear(h_BNK, weights.weight_out, None if bias_PD is None else bias_PD.sum(0))
         # Dropping a branch removes its inner channels and its bias.
+        factors = draw_factors(x_BND, self.branches, self.drop_path, self.drop_path_draw)
         h_BNK = (h_BNK.unflatten(-1, (self.branches, -1)) * factors[:, None, :, None]).flatten(-2)
         x_BND = x_BND + F.linear(h_BNK, weights.weight_out)
         return x_BND if bias_PD is None else x_BND + (factors @ bias_PD.to(factors))[:, None, :]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.models.adapters import Adapter, count_linear
+from vitray.models.drop_path import Draw
 from vitray.models.positions import NO_POSITIONS, AttentionPositions, Grid, num_offsets, relative_bias, rotate
 from vitray.models.products import Products
 from vitray.models.sizes import inner_width, up_width
@@ -33,6 +34,7 @@ class BlockSpec(NamedTuple):
     branches: int = 1
     layerscale: float | None = None
     drop_path: float = 0.0
+    drop_path_draw: Draw = "sample"
     dropout: float = 0.0
     activation: str = "gelu"
     norm_eps: float = 1e-6
@@ -81,8 +83,7 @@ class Attention(nn.Module):
         else:
             trace[key] = attention_weights(q, k, bias, self.axis, positions.grid)
             h_BHNd = trace[key] @ v
-        h_BND = F.dropout(self.out(join_heads(h_BHNd)), dropout, self.training)
-        return h_BND if self.scale is None else h_BND * self.scale
+        return F.dropout(scaled_output(self.out, self.scale, join_heads(h_BHNd)), dropout, self.training)
 
     def count(self, products: Products, tokens: int, attended: int) -> None:
         """Count the products for an image's tokens, each of which attends to some."""
@@ -127,9 +128,10 @@ class FeedForward(nn.Module):
 
     def output(self, h_BNK: Tensor, dropout: float) -> Tensor:
         """Return the output, from the activations between the two products."""
-        h_BND = F.dropout(self.down(F.dropout(h_BNK, dropout, self.training)), dropout, self.training)
-        if self.adapter is not None:
-            h_BND = self.adapter(h_BND)
+        h_BNK = F.dropout(h_BNK, dropout, self.training)
+        if self.adapter is None:
+            return F.dropout(scaled_output(self.down, self.scale, h_BNK), dropout, self.training)
+        h_BND = self.adapter(F.dropout(self.down(h_BNK), dropout, self.training))
         return h_BND if self.scale is None else h_BND * self.scale
 
     def count(self, products: Products, tokens: int) -> None:
@@ -149,9 +151,29 @@ def _layerscale(spec: BlockSpec) -> nn.Parameter | None:
     return None if spec.layerscale is None else nn.Parameter(torch.full((spec.width,), spec.layerscale))
 
 
-def split_heads(qkv_BNK: Tensor, heads: int) -> Tensor:
-    """Return queries, keys and values as one tensor, 3BHNd."""
-    return qkv_BNK.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+def scaled_output(layer: nn.Linear, scale_D: Tensor | None, h_BNK: Tensor) -> Tensor:
+    """Return the output of a branch's last layer times LayerScale.
+
+    In training the weight is scaled where it is smaller than the output, which is then neither read nor stored once
+    more. Compiled code scales on the way.
+    """
+    if scale_D is None:
+        return layer(h_BNK)
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or type(layer) is not nn.Linear:
+        return layer(h_BNK) * scale_D
+    # Of a frozen weight no gradient is computed, from which that of its scale would follow.
+    is_given = layer.weight.requires_grad or not scale_D.requires_grad
+    if not is_given or layer.in_features >= h_BNK.shape[0] * h_BNK.shape[1]:
+        return layer(h_BNK) * scale_D
+    return F.linear(h_BNK, scale_D[:, None] * layer.weight, None if layer.bias is None else scale_D * layer.bias)
+
+
+def split_heads(qkv_BNK: Tensor, heads: int) -> list[Tensor]:
+    """Return queries, keys and values, BHNd.
+
+    Chunks, because the gradients of three views of one permuted tensor would be copied twice: stacked, then reordered.
+    """
+    return [part_BND.unflatten(2, (heads, -1)).transpose(1, 2) for part_BND in qkv_BNK.chunk(3, dim=2)]
 
 
 def join_heads(h_BHNd: Tensor) -> Tensor:

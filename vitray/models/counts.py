@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vitray.config import Learned, Learned2d, Model
 from vitray.config.classification import Part
 from vitray.models.network import build_network, network_sizes
+from vitray.models.other_networks import other_sizes
 from vitray.models.sizes import inner_width
-from vitray.models.torchvision_networks import torchvision_sizes
 from vitray.models.vit import ViT
 
 
@@ -28,7 +28,7 @@ class Counts(NamedTuple):
 def count(model: Model) -> Counts:
     """Return the counts of a model without allocating weights or images."""
     with torch.device("meta"):
-        vit = build_network(model.model_copy(update={"execution": "loop"}))
+        vit = build_network(model.model_copy(update={"execution": "loop", "drop_path": 0.0}))
     saved: dict[int, torch.UntypedStorage] = {}
 
     def save(tensor: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def count(model: Model) -> Counts:
 def diagram(model: Model, counts: Counts) -> str:
     """Return a text diagram of the network from the image down, with the parameters of each part."""
     if not model.is_vit:
-        return _torchvision_diagram(model, counts)
+        return _other_diagram(model, counts)
     with torch.device("meta"):
         vit = ViT(model)
     shape, (height, width), (rows, columns) = model.shape, model.image_shape, model.grid
@@ -110,8 +110,8 @@ def _table(title: str, counts: Counts, lines: Sequence[tuple[str, str]]) -> str:
     return "\n".join([title, total, "", *rows])
 
 
-def _torchvision_diagram(model: Model, counts: Counts) -> str:
-    (height, width), parts = model.image_shape, torchvision_sizes(model).parts
+def _other_diagram(model: Model, counts: Counts) -> str:
+    (height, width), parts = model.image_shape, other_sizes(model).parts
     lines = [(f"image 3 x {height} x {width}", "")]
     lines += [(part, _amount(parts[part])) for part in get_args(Part) if part in parts]
     return _table(model.name, counts, lines)

@@ -44,6 +44,17 @@ class AttentionPositions(NamedTuple):
     grid: Grid | None = None
     """Of axial attention: the rows and columns of the patches, all of which are there."""
 
+    def of(self, rows_K: Tensor | None) -> "AttentionPositions":
+        """Return the positions of some images; None for all."""
+        if rows_K is None:
+            return self
+        rotation, offset = self.rotation, self.offset
+        if rotation is not None and rotation.shape[1] > 1:
+            rotation = rotation.index_select(1, rows_K)
+        if offset is not None and offset.shape[0] > 1:
+            offset = offset.index_select(0, rows_K)
+        return self._replace(rotation=rotation, offset=offset)
+
 
 NO_POSITIONS = AttentionPositions()
 

@@ -20,7 +20,9 @@ class Products:
     """
 
     def __init__(self) -> None:
-        self.forward = self.backward = 0
+        self.forward = self.backward = 0.0
+        self.share = 1.0
+        """Of the images, for which what follows is computed."""
         self.has_gradient = False
         """Whether the backward pass reaches this point: something before it is trained."""
 
@@ -31,7 +33,7 @@ class Products:
 
     def weight(self, weight: Tensor, positions: int) -> None:
         """Count a product of a weight with the activations at some positions."""
-        work = positions * weight.numel()
+        work = positions * weight.numel() * self.share
         self.forward += work
         self.backward += work * (weight.requires_grad + self.has_gradient)
         self.train(weight)
@@ -43,8 +45,8 @@ class Products:
 
     def pair(self, work: int) -> None:
         """Count multiply-adds of two activations, each of which has a gradient if this point has one."""
-        self.forward += work
-        self.backward += 2 * work * self.has_gradient
+        self.forward += work * self.share
+        self.backward += 2 * work * self.share * self.has_gradient
 
     def train(self, *parts: nn.Module | Tensor | None) -> None:
         """Note the parameters of parts without products."""

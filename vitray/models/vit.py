@@ -43,6 +43,7 @@ class ViT(nn.Module):
             model.num_heads,
             shape.branches,
             layerscale=model.layerscale,
+            drop_path_draw=model.drop_path_draw,
             dropout=model.dropout,
             activation=model.activation,
             norm_eps=model.norm_eps,

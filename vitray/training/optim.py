@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from vitray.config.training import AdamW, Ema, Lamb, Optim, Sgd
 from vitray.errors import ConfigError
-from vitray.models.torchvision_networks import TorchvisionNetwork
+from vitray.models.other_networks import OtherNetwork
 
 # ---- parameter groups ------------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ def parameter_groups(module: nn.Module, optim: Optim) -> list[dict[str, Any]]:
 
 def _levels(vit: nn.Module) -> tuple[dict[nn.Parameter, int], int]:
     """Return the level of each parameter below the last norm, and that of all others."""
-    if isinstance(vit, TorchvisionNetwork):  # without layer decay
+    if isinstance(vit, OtherNetwork):  # without layer decay
         return {}, 0
     levels = dict.fromkeys(vit.parameters(recurse=False), 0)
     for part in ("stem", "positions", "level_positions"):
@@ -72,7 +72,7 @@ def build_optimizer(module: nn.Module, optim: Optim, device: torch.device) -> to
             # torch adds the decay to the gradient, so it passes through the momentum.
             optimizer = torch.optim.SGD(groups, lr=optim.lr, momentum=momentum, nesterov=nesterov, fused=fused)
         case Lamb(betas=betas, eps=eps):
-            optimizer = LambOptimizer(groups, lr=optim.lr, betas=betas, eps=eps)
+            optimizer = LambOptimizer(groups, lr=optim.lr, betas=betas, eps=eps, foreach=device.type != "cpu")
         case _:
             assert_never(optim.rule)
     set_learning_rate(optimizer, optim.lr)
@@ -111,12 +111,22 @@ class LambOptimizer(torch.optim.Optimizer):
 
     u = m' / (sqrt(v') + eps) + decay * w, with m' and v' bias-corrected;  w -= lr * |w| / |u| * u. The ratio is 1 if
     either norm is 0 or the group does not decay. `clip_gradients` clips the gradients before.
+
+    With `foreach` all parameters of a group are updated together, by few kernels; torch before 2.15 has no documented
+    operations for it. Without, one after the other: on a CPU, the moments of a parameter are then still in the cache
+    for the next operation.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        foreach: bool = True,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "step": 0})
+        self._foreach: Any = getattr(torch, "foreach", None) if foreach else None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -124,15 +134,19 @@ class LambOptimizer(torch.optim.Optimizer):
         assert closure is None, "the loss is computed before the step"
         for group in self.param_groups:
             group["step"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter] = {"m": torch.zeros_like(parameter), "v": torch.zeros_like(parameter)}
+            if self._foreach is None:
+                for parameter in parameters:
+                    self._update(parameter, group)
+            elif parameters:
+                self._update_together(parameters, group)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         (beta1, beta2), step, weight_decay = group["betas"], group["step"], group["weight_decay"]
-        if not self.state[parameter]:
-            self.state[parameter] = {"m": torch.zeros_like(parameter), "v": torch.zeros_like(parameter)}
-        m, v = self.state[parameter]["m"], self.state[parameter]["v"]
+        gradient, m, v = parameter.grad, self.state[parameter]["m"], self.state[parameter]["v"]
         m.lerp_(gradient, 1 - beta1)
         v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         update = v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"]).reciprocal_()
@@ -141,10 +155,37 @@ class LambOptimizer(torch.optim.Optimizer):
             parameter.add_(update, alpha=-group["lr"])
             return
         update.add_(parameter, alpha=weight_decay)
-        weight_norm, update_norm = parameter.norm(), update.norm()
-        # A tensor, so that the host does not wait for the device.
-        ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
-        parameter.addcmul_(update, -group["lr"] * ratio)
+        parameter.addcmul_(update, -group["lr"] * _trust_ratio(parameter.norm(), update.norm()))
+
+    def _update_together(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """The same for all parameters of a group, a few kernels for each line."""
+        (beta1, beta2), step, weight_decay, foreach = (
+            group["betas"],
+            group["step"],
+            group["weight_decay"],
+            self._foreach,
+        )
+        gradients = [parameter.grad for parameter in parameters]
+        m, v = ([self.state[parameter][name] for parameter in parameters] for name in ("m", "v"))
+        foreach.lerp_(m, gradients, 1 - beta1)
+        foreach.mul_(v, beta2)
+        foreach.addcmul_(v, gradients, gradients, value=1 - beta2)
+        updates = foreach.sqrt(v)
+        foreach.div_(updates, math.sqrt(1 - beta2**step))
+        foreach.add_(updates, group["eps"])
+        foreach.reciprocal_(updates)
+        foreach.mul_(updates, m)
+        foreach.div_(updates, 1 - beta1**step)
+        if weight_decay:
+            foreach.add_(updates, parameters, alpha=weight_decay)
+            norms = (torch.stack(foreach.norm(tensors)) for tensors in (parameters, updates))
+            foreach.mul_(updates, _trust_ratio(*norms).unbind())
+        foreach.add_(parameters, updates, alpha=-group["lr"])
+
+
+def _trust_ratio(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
+    # A tensor, so that the host does not wait for the device.
+    return torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
 
 
 # ---- moving average --------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from vitray.models.vit import ViT, build_head
 from vitray.weights.files import State
 
 # Settings that change neither the layers before the head nor their function at inference.
-_NOT_TRUNK = {"num_classes", "head", "drop_path", "drop_path_schedule", "dropout", "execution"}
-_NOT_TRUNK |= {"batch_momentum"}
+_NOT_TRUNK = {"num_classes", "head", "drop_path", "drop_path_draw", "drop_path_schedule", "dropout"}
+_NOT_TRUNK |= {"batch_momentum", "execution"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ it. The result for a row is therefore a function of (seed, step, place), and a w
 other rows. timm pairs rows by reversing each worker's batch; here the order of the epoch makes the pairs random, of
 different row groups. Pair i takes draw i modulo D, so that neighboring pairs, such as the copies of one pair, differ
 in their draws.
-Shapes: B rows, H x W pixels, C colors, K classes, G rows of the global batch, D draws of mixing.
+Shapes: B rows, H x W pixels, C colors, K classes, G rows of the global batch, E erased ones, D draws of mixing.
 """
 
 import functools
@@ -194,17 +194,19 @@ def draw_erased_boxes(total: int, chance: float, height: int, width: int, rng: n
 
     The place is top and left on the sheet. Rows that are not erased have height 0.
     """
-    chosen_G = rng.random(total) < chance
+    chosen_E = np.flatnonzero(rng.random(total) < chance)
+    number = len(chosen_E)
     # As in timm, the first of ten tries that fits.
-    area_G10 = rng.uniform(*ERASED_AREA, (total, 10)) * height * width
-    ratio_G10 = np.exp(rng.uniform(math.log(ERASED_RATIO[0]), math.log(ERASED_RATIO[1]), (total, 10)))
-    high_G10, wide_G10 = np.rint(np.sqrt(area_G10 * ratio_G10)), np.rint(np.sqrt(area_G10 / ratio_G10))
-    fits_G10 = (high_G10 < height) & (wide_G10 < width)
-    first_G = np.arange(total), fits_G10.argmax(1)
-    size_G2 = np.stack([high_G10[first_G], wide_G10[first_G]], axis=1)
-    places_G4 = rng.random((total, 4)) * np.tile((height + 1, width + 1) - size_G2, 2)
-    boxes_G6 = np.column_stack([places_G4[:, :2], size_G2, places_G4[:, 2:]]).astype(np.int64)
-    boxes_G6[~(chosen_G & fits_G10.any(1))] = 0
+    area_E10 = rng.uniform(*ERASED_AREA, (number, 10)) * height * width
+    ratio_E10 = np.exp(rng.uniform(math.log(ERASED_RATIO[0]), math.log(ERASED_RATIO[1]), (number, 10)))
+    high_E10, wide_E10 = np.rint(np.sqrt(area_E10 * ratio_E10)), np.rint(np.sqrt(area_E10 / ratio_E10))
+    fits_E10 = (high_E10 < height) & (wide_E10 < width)
+    first_E = np.arange(number), fits_E10.argmax(1)
+    size_E2 = np.stack([high_E10[first_E], wide_E10[first_E]], axis=1)
+    places_E4 = rng.random((number, 4)) * np.tile((height + 1, width + 1) - size_E2, 2)
+    boxes_G6 = np.zeros((total, 6), dtype=np.int64)
+    boxes_E6 = np.column_stack([places_E4[:, :2], size_E2, places_E4[:, 2:]]).astype(np.int64)
+    boxes_G6[chosen_E] = np.where(fits_E10.any(axis=1, keepdims=True), boxes_E6, 0)
     return boxes_G6
 
 
