@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo up update tunnel down test test-full test-oldest lint reference wheel docs docs-serve
+.PHONY: help demo up update tunnel down test test-full test-oldest gpu-report lint reference wheel docs docs-serve
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,6 +64,9 @@ PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 u
 
 test-full: .venv/.packages  ## run the slow and GPU tests too; installs their packages, as root
 	@$(BIN)/python $(PYTEST) -m ''
+
+gpu-report: .venv/.installed  ## measure this machine's GPU in eight minutes, for docs/gpu.md
+	$(BIN)/python -m experiments.gpu_report
 
 reference: .venv/.installed  ## regenerate docs/settings.md, docs/reference/ and the notebooks of docs/tutorials/
 	$(BIN)/python -m vitray.config settings > docs/settings.md

@@ -27,8 +27,9 @@ from ray.data import ActorPoolStrategy
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
+from vitray.bench.charts import draw_bars
 from vitray.bench.ingest import MEAN, STD
-from vitray.bench.results import Results, draw_bars
+from vitray.bench.results import Results
 from vitray.config import load_run
 from vitray.data.augment.views import decode_views
 from vitray.inference.images import undecodable

@@ -25,8 +25,9 @@ import ray.data
 import torch
 from ray.cluster_utils import Cluster
 
+from vitray.bench.charts import draw_bars
 from vitray.bench.ingest import CROP, cpu_seconds_since, process_tree, tree_cpu_seconds
-from vitray.bench.results import Results, draw_bars
+from vitray.bench.results import Results
 from vitray.data.augment.keyed_random import generator
 from vitray.data.shards import open_dataset
 from vitray.data.stream import decoding

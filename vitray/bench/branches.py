@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitray.bench.networks import capture
-from vitray.bench.results import Results, draw_ratios
+from vitray.bench.results import Results
 from vitray.config import Model
 from vitray.errors import ConfigError
 from vitray.models.blocks import most_fused
@@ -75,6 +75,8 @@ def measure_branches(
             progress(f"{len(results.rows)} of {steps} measured, about {left:.0f} s left")
     limit = fused_elements(results.rows)
     print(f"auto fuses up to {most_fused(device.type):,} elements; here the best limit is {limit:,}")
+    from vitray.bench.charts import draw_ratios  # loads matplotlib
+
     chart = draw_ratios(results.rows, VARIANTS[1:], f"{where}\n{mode}, {image_size} px")
     return results.finish({"fused_elements": limit}, chart)
 

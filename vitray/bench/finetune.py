@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitray.bench.results import Results, draw_costs
+from vitray.bench.results import Results
 from vitray.config import Run, load_run
 from vitray.system.storage import scratch_folder
 from vitray.system.timing import Spread, circumstances, interleave, progress, ratio_of, spread_of
@@ -91,6 +91,8 @@ def measure_finetune(
     print("peak: weights, optimizer state, batch, and the largest allocation of a step by torch's allocator.")
     print(f"activations: tensors that the forward pass keeps for the backward pass.\n\n{markdown_table(results.rows)}")
     kinds = {"seconds": "time of a step"} | {cost: cost for cost in MEMORY_COSTS}
+    from vitray.bench.charts import draw_costs  # loads matplotlib
+
     return results.finish(chart=draw_costs(results.rows, kinds, place))
 
 

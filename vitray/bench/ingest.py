@@ -26,7 +26,8 @@ from torchvision import transforms
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
-from vitray.bench.results import Results, draw_bars
+from vitray.bench.charts import draw_bars
+from vitray.bench.results import Results
 from vitray.config.augmentation import Augment, RandomResizedCrop
 from vitray.data.augment.draws import read_draws
 from vitray.data.augment.ops_tensor import apply_draws

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vitray.bench.results import Results, draw_bars
+from vitray.bench.results import Results
 from vitray.config import Model, load_run
 from vitray.errors import ConfigError
 from vitray.models.counts import count
@@ -59,6 +59,8 @@ def measure_networks(
     print("GFLOPs: multiply-adds of an image; memory: activations of an fp32 image in training, from shapes")
     print(f"accuracy (figure 13: ImageNet, 5-shot, after JFT): not measured\n\n{markdown_table(results.rows)}")
     bars = {row["network"]: row["images_per_second"] for row in results.rows}
+    from vitray.bench.charts import draw_bars  # loads matplotlib
+
     return results.finish(chart=draw_bars(bars, "images/s", f"{where}\n{mode}"))
 
 

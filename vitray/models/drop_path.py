@@ -18,7 +18,8 @@ class Kept(NamedTuple):
     rows: Tensor | None = None
     """Of K samples; None: all."""
     factors: Tensor | None = None
-    """Of the K outputs; None: 1 for all."""
+    """Of the K outputs; None: `factor` for all."""
+    factor: float = 1.0
 
     def of(self, x_BND: Tensor) -> Tensor:
         """Return the samples of the input that the branch computes."""
@@ -28,10 +29,15 @@ class Kept(NamedTuple):
         """Return the sum of an input and the branch's outputs."""
         if self.factors is not None:
             h_KND = h_KND * self.factors[:, None, None]
-        return x_BND + h_KND if self.rows is None else x_BND.index_add(0, self.rows, h_KND.to(x_BND.dtype))
+        if self.rows is None:
+            return x_BND + h_KND
+        return x_BND.index_add(0, self.rows, h_KND.to(x_BND.dtype), alpha=self.factor)
 
 
 ALL = Kept()
+# A GPU computes all samples below this rate: to pick some and to add them costs memory traffic, as much as a tenth of
+# a network's products at 224 px (counted, not measured on a GPU; LOG 2026-11-28).
+LEAST_ON_GPU = 0.2
 
 
 def draw_kept(x_BND: Tensor, branches: int, rate: float, draw: Draw, computes_all: bool = False) -> list[Kept]:
@@ -40,21 +46,21 @@ def draw_kept(x_BND: Tensor, branches: int, rate: float, draw: Draw, computes_al
     A branch always computes a sample, if only with the factor 0: its parameters need a gradient on every worker.
     """
     # Compiled code would be compiled anew for each number of kept samples.
-    if computes_all or (draw == "sample" and torch.compiler.is_compiling()):
+    costs_more = torch.compiler.is_compiling() or (x_BND.device.type == "cuda" and rate < LEAST_ON_GPU)
+    if computes_all or (draw == "sample" and costs_more):
         return [Kept(None, factors_B) for factors_B in draw_factors(x_BND, branches, rate, draw).unbind(1)]
     if draw == "share":
         rows_KP, factors_PK = _shares(x_BND, branches, rate)
         return [Kept(*each) for each in zip(rows_KP.unbind(1), factors_PK, strict=True)]
     # Drawn on the host, which then knows how many are kept, and does not wait for the device.
     chance_BP = torch.full((x_BND.shape[0], branches), 1 - rate, device="cpu")
-    return [_kept(is_kept_B, rate, x_BND) for is_kept_B in torch.bernoulli(chance_BP).unbind(1)]
-
-
-def _kept(is_kept_B: Tensor, rate: float, x_BND: Tensor) -> Kept:
-    rows_K, factor = is_kept_B.nonzero()[:, 0], 1 / (1 - rate)
-    if not len(rows_K):
-        rows_K, factor = torch.zeros(1, dtype=torch.long, device="cpu"), 0.0
-    return Kept(rows_K.to(x_BND.device, non_blocking=True), x_BND.new_full((len(rows_K),), factor))
+    kept = []
+    for is_kept_B in torch.bernoulli(chance_BP).unbind(1):
+        rows_K, factor = is_kept_B.nonzero()[:, 0], 1 / (1 - rate)
+        if not len(rows_K):
+            rows_K, factor = torch.zeros(1, dtype=torch.long, device="cpu"), 0.0
+        kept.append(Kept(rows_K.to(x_BND.device, non_blocking=True), factor=factor))
+    return kept
 
 
 def draw_factors(x_BND: Tensor, branches: int, rate: float, draw: Draw) -> Tensor:
