@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import default_loader
@@ -76,6 +76,10 @@ class Transformed:
         with Image.open(io.BytesIO(row["image"])) as image:
             return self.transform(image.convert("RGB")), row["label"]
 
+    def batch(self, rows: list[dict[str, Any]]) -> list[torch.Tensor]:
+        """Return the images and the labels of some rows."""
+        return default_collate([self(row) for row in rows])
+
 
 def vitray_loader(settings: Settings) -> Epochs:
     """Return our loader, on a dataset of Parquet shards."""
@@ -102,15 +106,9 @@ def mosaic_loader(settings: Settings) -> Epochs:
     with streaming.MDSWriter(out=place, columns={"image": "bytes", "label": "int"}) as writer:
         for path, label in settings.files.samples:
             writer.write({"image": Path(path).read_bytes(), "label": label})
-    transformed = Transformed(settings)
-
-    class Images(streaming.StreamingDataset):
-        def __getitem__(self, at: Any) -> Any:
-            return transformed(super().__getitem__(at))
-
-    images = Images(local=place, shuffle=True, batch_size=settings.batch)
+    images = streaming.StreamingDataset(local=place, shuffle=True, batch_size=settings.batch)
     options = {"drop_last": True, "persistent_workers": True, "num_workers": settings.workers}
-    return partial(_sizes, DataLoader(images, settings.batch, **options))
+    return partial(_sizes, DataLoader(images, settings.batch, collate_fn=Transformed(settings).batch, **options))
 
 
 def litdata_loader(settings: Settings) -> Epochs:

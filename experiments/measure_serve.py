@@ -84,8 +84,8 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         stack.enter_context(tracking_env(f"sqlite:///{folder}/mlruns.db"))
         models = log_networks(folder, options.deltas)
         jpegs = [jpeg(seed, run.model.image_shape) for seed in range(16)]
-        vitray, mlflow, *processes = start_servers(stack, options.deltas, options.processes, folder, models)
-        draws = loads(options.deltas, jpegs, (vitray, mlflow, *processes))
+        vitray, here, mlflow, *processes = start_servers(stack, options.deltas, options.processes, folder, models)
+        draws = loads(options.deltas, jpegs, (vitray, here, mlflow, *processes))
         variants = {
             (name, concurrency): partial(load_of, draw, concurrency, options.seconds)
             for name, draw in draws.items()
@@ -104,10 +104,12 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
             results.add(row)
         memory = {
             "vitray_bytes": vitray.memory(),
+            "here_bytes": here.memory(),
             "mlflow_bytes": mlflow.memory(),
             "process_bytes": sum(map(Server.memory, processes)) // len(processes),
         }
         print(f"\nmemory: vitray serve, {options.deltas} tasks, 2 replicas: {memory['vitray_bytes'] / 1e6:,.0f} MB;")
+        print(f"in one process: {memory['here_bytes'] / 1e6:,.0f} MB;")
         print(f"mlflow models serve, {options.deltas} tasks: {memory['mlflow_bytes'] / 1e6:,.0f} MB;")
         print(f"a process per model: {memory['process_bytes'] / 1e6:,.0f} MB each")
         return results.finish(memory | disturb(vitray, jpegs))
@@ -116,9 +118,11 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
 def start_servers(stack: ExitStack, deltas: int, processes: int, folder: Path, models: list[str]) -> list[Server]:
     """Start vitray serve, MLflow's server of the family, and one of each single model."""
     tasks = [f"t{number}={folder}/t{number}" for number in range(deltas)]
-    words = ["pipelines.serve", str(folder / "base"), *tasks, f"followed={ALIAS}", "--replicas", "2", "--follow", "1"]
-    progress("starting vitray serve")
-    servers = [stack.enter_context(_started(words, "/healthz"))]
+    words = ["pipelines.serve", str(folder / "base"), *tasks, f"followed={ALIAS}", "--follow", "1"]
+    servers = []
+    for more in (["--replicas", "2"], ["--cpus", str(os.cpu_count())]):
+        progress(f"starting vitray serve {' '.join(more)}")
+        servers.append(stack.enter_context(_started([*words, *more], "/healthz")))
     family, *single = models
     for number, model in enumerate([family, *(single[each % 2] for each in range(processes))]):
         progress(f"starting mlflow models serve, {number + 1} of {processes + 1}")
@@ -129,7 +133,7 @@ def start_servers(stack: ExitStack, deltas: int, processes: int, folder: Path, m
 
 def loads(deltas: int, jpegs: list[bytes], servers: Sequence[Server]) -> dict[str, Callable[[], HttpRequest]]:
     """Return the requests to compare, by name: to vitray, to MLflow's server of the family, and to a process each."""
-    vitray, mlflow, *processes = servers
+    vitray, here, mlflow, *processes = servers
     turn = itertools.count()
 
     def drawn() -> str:
@@ -138,6 +142,8 @@ def loads(deltas: int, jpegs: list[bytes], servers: Sequence[Server]) -> dict[st
     return {
         "vitray serve, 1 task": lambda: _ask(vitray, random.choice(jpegs), "t0"),
         f"vitray serve, {deltas} tasks": lambda: _ask(vitray, random.choice(jpegs), drawn()),
+        "vitray serve, one process, 1 task": lambda: _ask(here, random.choice(jpegs), "t0"),
+        f"vitray serve, one process, {deltas} tasks": lambda: _ask(here, random.choice(jpegs), drawn()),
         "mlflow models serve, 1 task": lambda: _ask_mlflow(mlflow, random.choice(jpegs), "t0"),
         f"mlflow models serve, {deltas} tasks": lambda: _ask_mlflow(mlflow, random.choice(jpegs), drawn()),
         f"a process per model, {len(processes)} models": lambda: _ask_mlflow(

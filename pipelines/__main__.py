@@ -51,6 +51,9 @@ MEANT = {
 # What an installation may lack, and the requirement that brings it.
 OPTIONAL = {
     "ray": "ray[data,train,tune,serve,default]",
+    "prometheus_client": "ray[serve]",
+    "starlette": "ray[serve]",
+    "uvicorn": "ray[serve]",
     "optuna": "optuna",
     "boto3": "boto3",
     "botocore": "boto3",

@@ -183,7 +183,7 @@ def test_light_modules_load_nothing_heavy(module):
 
 def test_processes_without_a_torchvision_network_or_policy_leave_torchvision_out():
     """It imports torch.compile, which takes a second of CPU in each of a run's dozen processes."""
-    named = "vitray.runs.train, vitray.training.loop, vitray.inference.networks, vitray.serving.network"
+    named = "vitray.runs.train, vitray.training.loop, vitray.inference.networks, vitray.serving.replica"
     code = f"import sys, {named}; print({{'torchvision', 'torch._dynamo'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

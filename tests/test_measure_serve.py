@@ -27,13 +27,15 @@ def test_a_row_holds_medians_over_rounds_and_sums_of_requests():
 
 
 def test_requests_go_to_each_server_in_its_own_form():
-    addresses = ["http://vitray", "http://family", "http://one", "http://two"]
+    addresses = ["http://vitray", "http://here", "http://family", "http://one", "http://two"]
     servers = [Server(None, url) for url in addresses]
     picture = jpeg(0, (32, 32))
     draws = loads(3, [picture], servers)
     assert list(draws) == [
         "vitray serve, 1 task",
         "vitray serve, 3 tasks",
+        "vitray serve, one process, 1 task",
+        "vitray serve, one process, 3 tasks",
         "mlflow models serve, 1 task",
         "mlflow models serve, 3 tasks",
         "a process per model, 2 models",
@@ -46,7 +48,7 @@ def test_requests_go_to_each_server_in_its_own_form():
     assert (record["task"], base64.b64decode(record["image"])) == ("t0", picture)
     assert len({ask.body for ask in asked["mlflow models serve, 3 tasks"]}) == 3
     assert [ask.url for ask in asked["a process per model, 2 models"][:2]] == [
-        f"{url}/invocations" for url in addresses[2:]
+        f"{url}/invocations" for url in addresses[3:]
     ]
 
 
@@ -92,7 +94,7 @@ def test_the_clients_count_answers_and_errors():
 def test_the_load_test_compares_servers_and_loses_no_request(tmp_path):
     sizes = ["--deltas=5", "--processes=1", "--image-size=32", "--seconds=2", "--rounds=1"]
     result = main(["--model", MODEL, *sizes, "--concurrency", "1", "4", "--out", str(tmp_path)])
-    assert len(result["rows"]) == 10
+    assert len(result["rows"]) == 14
     assert {row["errors"] for row in result["rows"]} == {0}
     assert all(row["requests"] > 0 for row in result["rows"])
     assert result["lost"] == 0

@@ -19,8 +19,8 @@ from vitray.config.serving import Limits, Serving, check_address, default_task, 
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.serving.hosted import Hosted, Item, check_tasks
-from vitray.serving.network import Network
 from vitray.serving.options import build_parser, read_settings
+from vitray.serving.replica import Replica
 from vitray.serving.request_body import BadRequest, Query, read_form, read_query
 from vitray.serving.serve import bundle_of, gpus_of_a_replica
 from vitray.weights import load_model, save_model
@@ -376,7 +376,7 @@ def mixed_batch(hosted: Hosted, tasks: list[str]) -> list[Item]:
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_failing_task_fails_alone_and_only_a_broken_replica_is_replaced(folder, monkeypatch, broken):
-    network = Network.func_or_class(Serving(base=str(folder / "base")))
+    network = Replica(Serving(base=str(folder / "base")))
     hosted = network.hosted
     hosted.set_tasks({"a": str(folder / "a"), "b": str(folder / "b")})
     tasks = ["a", "base", "b", "a", "base"]

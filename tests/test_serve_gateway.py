@@ -17,9 +17,10 @@ from test_serve import folder as folder
 from test_serve import form, logged_answer, png
 
 from vitray.config.serving import Limits, Serving
+from vitray.serving import app
 from vitray.serving import gateway as gateway_module
-from vitray.serving.gateway import Gateway
-from vitray.serving.network import Network
+from vitray.serving.app import RayGateway
+from vitray.serving.replica import Batches, Replica
 
 TOKEN = "a-secret-of-the-tests"
 
@@ -62,25 +63,13 @@ def ask_all(folder, requests: list[dict[str, Any]], errors: list[Exception] | No
     """Return the replies to requests that arrive together."""
 
     async def run() -> list[Reply]:
-        network = replica(serving(folder, **changes))
+        network = Replica(serving(folder, **changes))
         await network.reconfigure({"tasks": {"a": str(folder / "a"), "b": str(folder / "b")}})
         network.check_health()
-        gateway = Gateway.func_or_class(serving(folder, **changes), Handle(network, errors or []))
+        gateway = RayGateway.func_or_class(serving(folder, **changes), Handle(network, errors or []))
         return list(await asyncio.gather(*(ask(gateway, **request) for request in requests)))
 
     return asyncio.run(run())
-
-
-def replica(settings: Serving) -> Any:
-    """Return a replica whose batches have one image, because Serve batches only inside its own replicas."""
-    network = Network.func_or_class(settings)
-
-    async def infer(item: Any) -> np.ndarray:
-        [row] = network.hosted.answers([item])
-        return row
-
-    network.infer = infer
-    return network
 
 
 async def ask(gateway: Any, path: str, body: bytes = b"", method: str = "POST", **headers: str) -> Reply:
@@ -156,7 +145,7 @@ def test_errors_are_json_with_one_message(folder):
 
 def test_a_network_that_fails_is_500_and_other_tasks_are_answered(folder):
     async def run() -> list[Reply]:
-        network = replica(serving(folder))
+        network = Replica(serving(folder))
         await network.reconfigure({"tasks": {"a": str(folder / "a")}})
         failing, probabilities = network.hosted.sources["a"].member, network.hosted.probabilities
 
@@ -166,7 +155,7 @@ def test_a_network_that_fails_is_500_and_other_tasks_are_answered(folder):
             return probabilities(items)
 
         network.hosted.probabilities = fail
-        gateway = Gateway.func_or_class(serving(folder), Handle(network, []))
+        gateway = RayGateway.func_or_class(serving(folder), Handle(network, []))
         return [await ask(gateway, f"/v1/predict?task={task}", png()) for task in ("a", "base")]
 
     failed, answered = asyncio.run(run())
@@ -175,22 +164,22 @@ def test_a_network_that_fails_is_500_and_other_tasks_are_answered(folder):
 
 
 def test_a_request_whose_replica_dies_is_sent_again_and_counted(folder, monkeypatch):
-    monkeypatch.setattr(gateway_module, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(app, "FIRST_PAUSE", 0.001)
     died = [ActorUnavailableError("gone", None) for _ in range(3)]
     requests = [{"path": "/v1/predict", "body": png()}, {"path": "/v1/tasks", "method": "GET"}]
     predicted, tasks = ask_all(folder, requests, died)
     assert predicted.status == tasks.status == 200
     assert died == []
     assert [row["task"] for row in tasks.body["tasks"]] == ["base", "a", "b"]
-    for_ever = [ActorUnavailableError("gone", None) for _ in range(2 * gateway_module.MOST_ATTEMPTS)]
-    monkeypatch.setattr(gateway_module, "LONGEST_PAUSE", 0.001)
+    for_ever = [ActorUnavailableError("gone", None) for _ in range(2 * app.MOST_ATTEMPTS)]
+    monkeypatch.setattr(app, "LONGEST_PAUSE", 0.001)
     [failed] = ask_all(folder, requests[:1], for_ever)
     assert failed.status == 503
-    assert len(for_ever) == gateway_module.MOST_ATTEMPTS
+    assert len(for_ever) == app.MOST_ATTEMPTS
 
 
 def test_a_request_that_kills_replicas_is_sent_on_twice(folder, monkeypatch):
-    monkeypatch.setattr(gateway_module, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(app, "FIRST_PAUSE", 0.001)
     died = [ActorDiedError() for _ in range(5)]
     replies = ask_all(folder, [{"path": "/v1/predict", "body": png()}], died)
     assert (replies[0].status, len(died)) == (503, 2)
@@ -199,7 +188,7 @@ def test_a_request_that_kills_replicas_is_sent_on_twice(folder, monkeypatch):
 
 
 def test_a_replica_decodes_as_many_images_at_a_time_as_it_has_cpus(folder):
-    network = replica(serving(folder, cpus=2.5))
+    network = Replica(serving(folder, cpus=2.5))
     decoded, item = [], network.hosted.item
 
     def watched(*arguments):
@@ -211,6 +200,36 @@ def test_a_replica_decodes_as_many_images_at_a_time_as_it_has_cpus(folder):
     answer = asyncio.run(network.predict("base", None, [png(value) for value in range(8)]))
     assert len(answer["predictions"]) == len(decoded) == 8
     assert len(set(decoded)) == 2
+
+
+def test_images_that_arrive_while_a_batch_is_computed_are_the_next_one():
+    computed, first, more = [], threading.Event(), threading.Event()
+
+    def compute(items: Any) -> Any:
+        first.set()
+        assert more.wait(60)
+        computed.append(list(items))
+        if items == ["bad"]:
+            raise RuntimeError("no room")
+        return [item * 2 for item in items]
+
+    async def run() -> None:
+        batches: Any = Batches(compute, most=3)
+        alone = asyncio.create_task(batches.answer("a"))
+        await until(first.is_set)
+        others = [asyncio.create_task(batches.answer(item)) for item in "bcdef"]
+        await asyncio.sleep(0.01)
+        others[-1].cancel()  # a client that has left
+        await asyncio.sleep(0.01)
+        more.set()
+        assert await alone == "aa"
+        assert await asyncio.gather(*others[:-1]) == ["bb", "cc", "dd", "ee"]
+        with pytest.raises(RuntimeError, match="no room"):
+            await batches.answer("bad")
+        assert await batches.answer("g") == "gg"
+
+    asyncio.run(run())
+    assert computed == [["a"], ["b", "c", "d"], ["e"], ["bad"], ["g"]]
 
 
 def test_a_full_queue_is_503_at_once(folder):
@@ -235,9 +254,9 @@ def test_a_token_is_needed_for_all_but_the_health(folder, monkeypatch):
 
 def test_the_metrics_count_requests_images_and_errors(folder):
     async def run() -> tuple[str, Reply]:
-        network = replica(serving(folder))
+        network = Replica(serving(folder))
         await network.reconfigure({"tasks": {}})
-        gateway = Gateway.func_or_class(serving(folder), Handle(network, [ActorUnavailableError("gone", None)]))
+        gateway = RayGateway.func_or_class(serving(folder), Handle(network, [ActorUnavailableError("gone", None)]))
         await ask(gateway, "/v1/predict", png())
         await ask(gateway, "/v1/predict", b"x")
         return (await ask(gateway, "/metrics", method="GET")).body, await ask(gateway, "/healthz", method="GET")
@@ -305,7 +324,7 @@ def test_bodies_take_no_more_memory_than_allowed_and_the_next_request_gets_503(f
 
     async def run() -> None:
         network = Waiting()
-        gateway = Gateway.func_or_class(serving(folder, limits=limits), Handle(network, []))
+        gateway = RayGateway.func_or_class(serving(folder, limits=limits), Handle(network, []))
         waiting = asyncio.create_task(ask(gateway, "/v1/predict", bytes(40_000)))
         await until(lambda: network.asked == 1)
         refused = await ask(gateway, "/v1/predict", bytes(30_000))
@@ -313,10 +332,10 @@ def test_bodies_take_no_more_memory_than_allowed_and_the_next_request_gets_503(f
         assert refused.body["error"] == "the server is busy: the bodies of its requests take 60,000 bytes, the limit"
         small = asyncio.create_task(ask(gateway, "/v1/predict", bytes(20_000)))
         await until(lambda: network.asked == 2)
-        assert gateway.held == 60_000
+        assert gateway.gateway.held == 60_000
         network.told.set()
         assert {(await each).status for each in (waiting, small)} == {200}
-        assert gateway.held == 0
+        assert gateway.gateway.held == 0
         assert (await ask(gateway, "/v1/predict", bytes(50_000))).status == 200
 
     asyncio.run(run())
@@ -330,11 +349,11 @@ def test_an_upload_without_end_is_read_no_further_than_its_limit(folder, memory,
     limits = Limits(body_bytes=50_000, memory_bytes=memory)
 
     async def run() -> None:
-        gateway = Gateway.func_or_class(serving(folder, limits=limits), Handle(Waiting(), []))
+        gateway = RayGateway.func_or_class(serving(folder, limits=limits), Handle(Waiting(), []))
         upload = Upload(1000, parts)
         scope = {"type": "http", "method": "POST", "path": "/v1/predict", "query_string": b"", "headers": []}
         response = await gateway(Request(scope, upload.receive))
-        assert (response.status_code, upload.sent, gateway.held) == (status, sent, 0)
+        assert (response.status_code, upload.sent, gateway.gateway.held) == (status, sent, 0)
 
     asyncio.run(run())
 
@@ -353,7 +372,7 @@ def test_the_event_loop_answers_others_while_bodies_are_parsed_two_at_a_time(fol
     async def run() -> None:
         network = Waiting()
         network.told.set()
-        gateway = Gateway.func_or_class(serving(folder), Handle(network, []))
+        gateway = RayGateway.func_or_class(serving(folder), Handle(network, []))
         slow = [asyncio.create_task(ask(gateway, "/v1/predict", b"x")) for _ in range(6)]
         await until(lambda: len(threads) == 2)
         assert (await ask(gateway, "/v1/tasks", method="GET")).status == 200

@@ -51,9 +51,7 @@ class Serving(Section):
     """{task: address of a delta}; an alias such as models:/birds@champion is followed."""
     limits: Limits = Limits()
     batch: Count = 64
-    """The most images of a batch."""
-    batch_wait_ms: Annotated[float, Field(ge=0, le=60_000)] = 5.0
-    """The longest wait for further images of a batch."""
+    """The most images of a batch: those that arrive while the one before is computed."""
     replicas: Annotated[tuple[Count, Count], Field(strict=False)] = (1, 1)
     """The fewest and the most replicas; Serve scales between them with the load."""
     cpus: Annotated[float, Field(gt=0, le=10_000)] = 1.0

@@ -1,36 +1,30 @@
-"""The deployment that speaks HTTP: token, limits, retries, counts and errors as JSON."""
+"""HTTP before the replicas: token, limits, counts and errors as JSON. Knows nothing of Ray."""
 
 import asyncio
 import hmac
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from ray import serve
-from ray.exceptions import ActorDiedError, RayActorError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
-from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from vitray.config.serving import LOOPBACK, TOKEN_VARIABLE, Serving, check_address
 from vitray.errors import one_line
+from vitray.serving.front_page import OPENAPI, PAGE, PAGE_HEADERS
 from vitray.serving.hosted import logger
 from vitray.serving.request_body import BadRequest, Query, read_query
 
-# A request whose replica cannot be reached is sent again; a prediction has no side effects.
-MOST_ATTEMPTS, FIRST_PAUSE, LONGEST_PAUSE = 10, 0.05, 2.0
-# After so many deaths of replicas a request is given up: it may be their cause.
-MOST_DEATHS = 3
 HEALTH_SECONDS = 5
 # Bodies that are parsed at a time, beside the event loop.
 PARSERS = 2
 ROUTES = {"/v1/predict": "POST", "/v1/tasks": "GET", "/healthz": "GET", "/metrics": "GET"}
+ROUTES |= {"/": "GET", "/openapi.json": "GET"}
 
 
 class Metrics:
@@ -47,12 +41,23 @@ class Metrics:
         self.waiting = Gauge("vitray_requests_in_progress", "Requests without an answer yet", registry=registry)
 
 
-@serve.deployment(name="gateway")
-class Gateway:
-    """The HTTP side of the application."""
+class QueueFull(Exception):  # noqa: N818 - the name says what happened
+    """More requests wait already than limits.queue."""
 
-    def __init__(self, serving: Serving, network: DeploymentHandle) -> None:
-        self.limits, self.network = serving.limits, network
+
+class NoReplica(Exception):  # noqa: N818
+    """No replica can answer."""
+
+
+# Calls a method of a replica with some arguments; raises QueueFull and NoReplica.
+Ask = Callable[[str, tuple[Any, ...]], Awaitable[Any]]
+
+
+class Gateway:
+    """Answers the requests of a server."""
+
+    def __init__(self, serving: Serving, ask: Ask) -> None:
+        self.limits, self._ask = serving.limits, ask
         token = os.environ.get(TOKEN_VARIABLE)
         if serving.token and not token:
             raise RuntimeError(f"{TOKEN_VARIABLE} is not set on this node; expected the secret that requests give")
@@ -62,21 +67,21 @@ class Gateway:
         self.parsers = ThreadPoolExecutor(PARSERS)
         self.held = 0  # bytes of the bodies of all requests that have no answer yet
 
-    async def __call__(self, request: Request) -> Response:
+    async def answer(self, request: Request) -> Response:
         """Answer one request."""
         began = time.perf_counter()
         task = ""
         with self.metrics.waiting.track_inprogress():
             try:
-                response, task = await self._answer(request)
+                response, task = await self._response(request)
             except BadRequest as bad:
                 response = _error(bad.status, bad.message)
             except ClientDisconnect:
                 response = _error(400, "the body ended early")
-            except BackPressureError:
+            except QueueFull:
                 response = _error(503, f"the queue is full: {self.limits.queue} requests wait already")
-            except (DeploymentUnavailableError, ReplicaUnavailableError, RayActorError):
-                response = _error(503, "no replica could be started; the server's log has the reason")
+            except NoReplica:
+                response = _error(503, "no replica answers; the server's log has the reason")
             except Exception as error:
                 logger.exception("a request failed")
                 response = _error(500, one_line(error)[:300])
@@ -86,7 +91,7 @@ class Gateway:
                 self.metrics.seconds.observe(time.perf_counter() - began)
         return response
 
-    async def _answer(self, request: Request) -> tuple[Response, str]:
+    async def _response(self, request: Request) -> tuple[Response, str]:
         """Return the response and the task that answered."""
         path = request.url.path
         if path not in ROUTES:
@@ -95,6 +100,10 @@ class Gateway:
             raise BadRequest(405, f"method: got {request.method[:20]}, expected {ROUTES[path]} for {path}")
         if path == "/healthz":
             return await self._health(), ""
+        if path == "/":
+            return Response(PAGE, media_type="text/html", headers=PAGE_HEADERS), ""
+        if path == "/openapi.json":
+            return JSONResponse(OPENAPI), ""
         self._check_token(request.headers.get("authorization", ""))
         if path == "/metrics":
             return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST), ""
@@ -107,20 +116,6 @@ class Gateway:
             raise BadRequest(result["status"], result["error"])
         self.metrics.images.labels(result["task"]).inc(len(query.images))
         return JSONResponse(result), result["task"]
-
-    async def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a replica; if it is dead or unreachable, another one."""
-        deaths = 0
-        for attempt in range(MOST_ATTEMPTS):
-            try:
-                return await getattr(self.network, method).remote(*arguments)
-            except (RayActorError, ReplicaUnavailableError) as error:
-                deaths += isinstance(error, ActorDiedError)
-                if attempt == MOST_ATTEMPTS - 1 or deaths == MOST_DEATHS:
-                    raise
-                self.metrics.retries.inc()
-                await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt))
-        raise AssertionError("the last attempt returns or raises")
 
     @contextmanager
     def _room(self) -> Iterator[Callable[[int], None]]:
@@ -175,7 +170,7 @@ class Gateway:
     async def _health(self) -> Response:
         try:
             tasks = await asyncio.wait_for(self._ask("tasks", ()), HEALTH_SECONDS)
-        except BackPressureError:  # busy, so alive
+        except QueueFull:  # busy, so alive
             return JSONResponse({"status": "busy"})
         except Exception as error:
             return _error(503, f"no replica answers: {one_line(error)[:200]}")

@@ -14,9 +14,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vitray serve",
         description="Serves a network, and deltas of it as tasks: POST /v1/predict?task=birds&top_k=5 with image bytes,"
-        " a form or JSON; GET /v1/tasks, /healthz and /metrics. A task whose address is an alias follows it. Runs on"
-        f" the Ray at RAY_ADDRESS, or on one of its own, until Ctrl-C. {TOKEN_VARIABLE}, if set, is the token that"
-        " requests need.",
+        " a form or JSON; GET /v1/tasks, /healthz and /metrics. A task whose address is an alias follows it. Runs in"
+        " this process; on Ray where RAY_ADDRESS or --replicas asks for it; until Ctrl-C."
+        f" {TOKEN_VARIABLE}, if set, is the token that requests need.",
         epilog="example: vitray serve runs/base/model cars=runs/cars/model birds=models:/birds@champion",
     )
     parser.add_argument("model", metavar="MODEL", help="the base: a model folder, models:/name@alias, s3://")
@@ -33,8 +33,6 @@ def build_parser() -> argparse.ArgumentParser:
         ("--cpus", 1024, 1, "CPUs of a replica (%(default)s)"),
     ):
         parser.add_argument(option, type=count_up_to(most), default=default, help=text)
-    text = "longest wait for further images of a batch (%(default)s)"
-    parser.add_argument("--wait-ms", type=number_up_to(60_000), default=USUAL.batch_wait_ms, help=text)
     text = "GPUs of a replica, as in 0.25; 0 computes on CPUs (default: one, or a share of those of the cluster)"
     parser.add_argument("--gpus", type=float, metavar="N", help=text)
     parser.add_argument("--replicas", default="1", metavar="N[-M]", help="number, or bounds (%(default)s)")
@@ -64,7 +62,6 @@ def read_settings(options: argparse.Namespace) -> Serving:
         tasks=parse_tasks(options.tasks),
         limits=Limits.model_validate(limits | {"queue": options.queue, "images": options.max_images}),
         batch=options.batch,
-        batch_wait_ms=options.wait_ms,
         replicas=(int(fewest), int(most)),
         cpus=float(options.cpus),
         gpus=options.gpus,

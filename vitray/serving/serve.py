@@ -1,4 +1,4 @@
-"""`vitray serve`: checks the input, starts Serve, and keeps it until Ctrl-C."""
+"""`vitray serve`: checks the input, and serves until Ctrl-C: in this process, or as a Ray Serve application."""
 
 import logging
 import math
@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -30,17 +30,36 @@ NAME = "vitray"
 
 def serve_until_stopped(serving: Serving, host: str, port: int) -> None:
     """Serve a family at an address until Ctrl-C or SIGTERM."""
-    with running(serving, host, port) as url:
-        print(f"serving {url}/v1/predict   (Ctrl-C ends it)", file=sys.stderr, flush=True)
-        while not local_ray.is_lost():
+    serving = checked(serving, host, port)
+    place = serving_here if computes_here(serving) else serving_on_ray
+    with place(serving, host, port) as check:
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"serving {url}   (Ctrl-C ends it)", file=sys.stderr, flush=True)
+        while True:
+            check()
             time.sleep(0.5)
-        raise RunError("Ray's raylet on this machine was killed, perhaps for lack of memory; start the command again")
+
+
+def computes_here(serving: Serving) -> bool:
+    """Whether this process serves: one replica, and no cluster."""
+    return "RAY_ADDRESS" not in os.environ and serving.replicas == (1, 1)
 
 
 @contextmanager
-def running(serving: Serving, host: str, port: int) -> Iterator[str]:
-    """Serve a family for the block, and yield its address."""
-    serving = checked(serving, host, port)
+def serving_here(serving: Serving, host: str, port: int) -> Iterator[Callable[[], None]]:
+    """Serve in this process for a block; yield a function that raises if the server has failed."""
+    import torch
+
+    from vitray.serving.here import serving_from  # loads a web server
+
+    gpus = float(torch.cuda.is_available()) if serving.gpus is None else serving.gpus
+    with serving_from(serving.model_copy(update={"gpus": gpus}), host, port) as running:
+        yield running.check
+
+
+@contextmanager
+def serving_on_ray(serving: Serving, host: str, port: int) -> Iterator[Callable[[], None]]:
+    """Serve as an application of Ray Serve for a block; yield a function that raises if Ray is lost."""
     with ray_session(cpus=max(local_cpus(), math.ceil(serving.replicas[1] * serving.cpus))):
         import ray
         from ray import serve
@@ -68,13 +87,18 @@ def running(serving: Serving, host: str, port: int) -> Iterator[str]:
                 serve.run(build(serving), name=NAME, route_prefix="/", logging_config=config)
             except (RuntimeError, RayError, RayServeException) as error:
                 raise RunError(f"serve: {one_line(error)[:1000]}") from None
-            yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            yield _check_ray
         finally:
             with suppress(RayError, RayServeException, RuntimeError):  # Serve or Ray may have ended
                 serve.delete(NAME)
                 # A local Ray ends next, and with it Serve; to end it before prints an error of its controller.
                 if not local_ray.is_running() and not serve.status().applications:
                     serve.shutdown()
+
+
+def _check_ray() -> None:
+    if local_ray.is_lost():
+        raise RunError("Ray's raylet on this machine was killed, perhaps for lack of memory; start the command again")
 
 
 def gpus_of_a_replica(replicas: int, gpus: int) -> float:

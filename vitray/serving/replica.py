@@ -1,27 +1,29 @@
-"""The deployment that computes: each replica holds all tasks, and its batches mix them."""
+"""What computes: a replica holds all tasks, and its batches mix them. Knows nothing of Ray."""
 
 import asyncio
 import os
 import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
-from ray import serve
 
 from vitray.config.serving import Serving
 from vitray.inference.answers import answer, class_names
 from vitray.serving.hosted import Hosted, Item, logger
 from vitray.serving.request_body import BadRequest
 
-# Batches in a row at which the replica was broken, after which Serve replaces it.
+# Probabilities, or why there are none.
+Row = np.ndarray | str
+# Batches in a row at which the replica was broken, after which Serve replaces it, and a server of one process ends.
 MOST_FAILURES = 3
 
 
-@serve.deployment(name="network")
-class Network:
-    """A replica: decodes images on threads, and computes one batch at a time."""
+class Replica:
+    """Decodes images on threads, and computes one batch at a time."""
 
     def __init__(self, serving: Serving) -> None:
         if serving.store:
@@ -32,9 +34,7 @@ class Network:
         self.decoders = ThreadPoolExecutor(threads)
         has_gpu = bool(serving.gpus) and torch.cuda.is_available()
         self.hosted = Hosted(serving, torch.device("cuda" if has_gpu else "cpu"))
-        batching: Any = self.infer  # Serve's decorator adds the two setters
-        batching.set_max_batch_size(serving.batch)
-        batching.set_batch_wait_timeout_s(serving.batch_wait_ms / 1000)
+        self.batches = Batches(self.hosted.answers, serving.batch)
         self.changing = threading.Lock()
         self.follower = threading.Thread(target=self._follow, args=(serving.follow_seconds,), daemon=True)
         self.follower.start()
@@ -69,7 +69,7 @@ class Network:
             items = await asyncio.gather(*decoding)
         except BadRequest as bad:
             return {"status": bad.status, "error": bad.message}
-        rows = await asyncio.gather(*map(self.infer, items))
+        rows = await asyncio.gather(*map(self.batches.answer, items))
         names, predictions = class_names(member), []
         for index, row in enumerate(rows):
             if isinstance(row, str):
@@ -81,7 +81,36 @@ class Network:
         """Return the tasks of this replica."""
         return self.hosted.listing()
 
-    @serve.batch
-    async def infer(self, items: list[Item]) -> list[np.ndarray | str]:
-        """Return the probabilities of each image of a batch, or why there are none; the event loop stays free."""
-        return await asyncio.to_thread(self.hosted.answers, items)
+
+class Batches:
+    """Joins what arrives while a batch is computed into the next one: a lone image waits for nothing."""
+
+    def __init__(self, compute: Callable[[Sequence[Item]], list[Row]], most: int) -> None:
+        self._compute, self._most = compute, most
+        self._waiting: deque[tuple[Item, asyncio.Future[Row]]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    async def answer(self, item: Item) -> Row:
+        """Return the probabilities of an image, or why there are none; the event loop stays free."""
+        future: asyncio.Future[Row] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, future))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+        return await future
+
+    async def _run(self) -> None:
+        while self._waiting:
+            taken = (self._waiting.popleft() for _ in range(min(self._most, len(self._waiting))))
+            batch = [(item, future) for item, future in taken if not future.done()]  # a client may have left
+            if not batch:
+                continue
+            try:
+                rows = await asyncio.to_thread(self._compute, [item for item, _ in batch])
+            except Exception as error:
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            for (_, future), row in zip(batch, rows, strict=True):
+                if not future.done():
+                    future.set_result(row)
