@@ -5,6 +5,7 @@ A width is a letter of the papers, or any multiple of 64 channels: `vit_w832d12x
 
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from vitray.config.stems import RESNETS, STEMS, Convolution, StemTraits, feature_map, stem_traits
@@ -129,6 +130,7 @@ class Name:
         return f"ViT-{self.width.capitalize()}{self.depth}x{self.branches}/{self.patch}"
 
 
+@lru_cache
 def parse_name(text: str) -> Name:
     """Return the model that a name spells, in our grammar or in the papers' (`ViT-B18x2/16`, `S36x1`, `ViT-L/16`).
 

@@ -211,6 +211,14 @@ def copy_to_host(checkpoint: Checkpoint) -> HostCopy:
     return HostCopy(checkpoint._replace(parts=parts), list(events.values()))
 
 
+def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors in host memory: copies of those on a GPU, which all arrive in one wait."""
+    copies = {name: _host_copy(tensor) if tensor.is_cuda else tensor.detach() for name, tensor in tensors.items()}
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
 def _host_copy(tensor: Tensor) -> Tensor:
     # Copies to pinned memory need not be waited for. torch reuses the memory for later checkpoints.
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -98,8 +98,7 @@ class Evaluator:
     def _start_job(self, step: int, networks: Sequence[Mapping[str, Tensor]]) -> None:
         # One after another: two jobs at once would occupy the CPU that decodes their images.
         after = next(reversed(self._started.values()), None)
-        on_host = [{name: tensor.detach().cpu() for name, tensor in each.items()} for each in networks]
-        self._started[step] = self._host.start_scores(on_host, after)
+        self._started[step] = self._host.start_scores([checkpoints.to_host(each) for each in networks], after)
 
 
 def score_networks(

@@ -116,7 +116,7 @@ class Prober:
             )
             return
         # As arrays, which Ray copies once into its object store.
-        arrays = {name: each.cpu().numpy() for name, each in weights.items()}
+        arrays = {name: each.numpy() for name, each in checkpoints.to_host(weights).items()}
         self._started[step] = self._host.start_probes(step, arrays)
 
     def _note(self, text: str) -> None:
