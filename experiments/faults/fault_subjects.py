@@ -246,6 +246,7 @@ def shown(command: list[str], place: Place) -> str:
     text = " ".join(f"'{word}'" if " " in word else word for word in command)
     text = text.replace(f"{place.python} -m torch.distributed.run", "torchrun").replace(str(place.python), "python")
     text = text.replace(str(place.python.with_name("composer")), "composer").replace(f"{ROOT}/", "")
+    text = text.replace(str(place.timm), "TRAIN.PY")
     return text.replace(str(place.out), "OUT").replace(str(place.data), "DATA")
 
 

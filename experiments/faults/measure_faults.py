@@ -428,7 +428,11 @@ def tracking_of(cell: Cell) -> list[dict[str, Any]]:
     """Return the runs that tracking shows: status, first and last step, steps twice and steps missing."""
     if cell.subject.loss is None:
         summary = next(cell.place.out.rglob("summary.csv"), None)
-        epochs = [] if summary is None else [int(line.split(",")[0]) for line in summary.read_text().split()[1:]]
+        epochs = (
+            []
+            if summary is None
+            else [int(line.split(",")[0]) for line in summary.read_text().split() if line[0].isdecimal()]
+        )
         return [{"status": None, "epochs": epochs}]
     with sqlite3.connect(cell.place.folder / "mlflow.db") as store:
         rows = store.execute("SELECT run_uuid, status FROM runs ORDER BY start_time").fetchall()
