@@ -62,7 +62,7 @@ class Server:
         with self.log.open("w") as output:
             self.process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=output)
         deadline = time.monotonic() + START_SECONDS
-        while f"serving http://127.0.0.1:{self.port}/v1/predict" not in self.log.read_text():
+        while f"serving http://127.0.0.1:{self.port} " not in self.log.read_text():
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.2)
