@@ -175,11 +175,12 @@ TOKENS, WIDTH, BRANCHES = 4 * 17, 64, 4  # of `images` in two levels of two bran
 @pytest.mark.parametrize("layerscale", [None, 0.1])
 def test_a_frozen_feed_forward_stores_no_inputs_of_its_linear_layers(layerscale):
     stored = {mode: stored_activations(tuned(mode, model__layerscale=layerscale)) for mode in ("full", "attn", "ffn")}
-    # The input of the stem, the inputs of up and down, and the inputs of LayerScale in both kinds of branch.
-    scaled = 0 if layerscale is None else 2
-    assert stored["full"] - stored["attn"] == images().numel() + BRANCHES * TOKENS * WIDTH * (1 + 4 + scaled)
+    # The input of the stem, and the inputs of up and down. LayerScale stores the scaled weight of the output layer,
+    # which is smaller than its output, and the output of the larger down.
+    scaled = 0 if layerscale is None else BRANCHES * WIDTH * (WIDTH + TOKENS)
+    assert stored["full"] - stored["attn"] == images().numel() + BRANCHES * TOKENS * WIDTH * (1 + 4) + scaled
     # For attention only the input of qkv: the input of the output layer is stored by attention itself.
-    assert stored["full"] - stored["ffn"] == images().numel() + BRANCHES * TOKENS * WIDTH * (1 + scaled)
+    assert stored["full"] - stored["ffn"] == images().numel() + BRANCHES * TOKENS * WIDTH + scaled
 
 
 def test_below_a_trained_head_nothing_is_stored():

@@ -161,9 +161,9 @@ def scaled_output(layer: nn.Linear, scale_D: Tensor | None, h_BNK: Tensor) -> Te
         return layer(h_BNK)
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or type(layer) is not nn.Linear:
         return layer(h_BNK) * scale_D
-    # Of a frozen weight no gradient is computed, from which that of its scale would follow.
-    is_given = layer.weight.requires_grad or not scale_D.requires_grad
-    if not is_given or layer.in_features >= h_BNK.shape[0] * h_BNK.shape[1]:
+    # Where one is frozen, the scaled weight would be stored in place of nothing.
+    is_trained = layer.weight.requires_grad and scale_D.requires_grad
+    if not is_trained or layer.in_features >= h_BNK.shape[0] * h_BNK.shape[1]:
         return layer(h_BNK) * scale_D
     return F.linear(h_BNK, scale_D[:, None] * layer.weight, None if layer.bias is None else scale_D * layer.bias)
 
