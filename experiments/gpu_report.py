@@ -397,7 +397,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=8.0, help="time of all parts (%(default)s)")
     parser.add_argument("--only", help="names of parts, separated by commas; nothing but --out is written")
-    parser.add_argument("--out", type=Path, help="a folder for gpu.json and gpu.md in place of ours")
+    parser.add_argument("--out", type=Path, help="write gpu.json and gpu.md to this folder alone")
     parser.add_argument("--toy", action="store_true", help="toy sizes, as without a GPU")
     parser.add_argument("--page", action="store_true", help="only write docs/gpu.md from experiments/gpu.json")
     options = parser.parse_args(arguments)

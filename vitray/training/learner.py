@@ -59,7 +59,7 @@ def wrap_model(learner: Learner, run: Run) -> Learner:
         # Of channels-last images, kernels of 1 x 1 get gradients with other strides, which DDP copies: a few megabytes.
         warnings.filterwarnings("ignore", STRIDES_WARNING)
         devices = {"device_ids": [device], "output_device": device} if device.type == "cuda" else {}
-        # Batch norms are synchronized, so that the buffers of ours are equal anyway.
+        # Batch norms are synchronized, so that all workers have equal buffers; own code may have others.
         model = DistributedDataParallel(model, **devices, **DDP, broadcast_buffers=run.model.is_own)
     return learner._replace(model=compile_model(model, run))
 
