@@ -21,7 +21,7 @@ def main() -> None:
     group = max(16, min(128, GROUP_BYTES // IMAGE_BYTES))
     shards = -(-IMAGES * IMAGE_BYTES // ShardSettings().shard_bytes)
     groups = np.full(IMAGES // group, group)
-    cut = Cut.fitting((PIXELS, PIXELS), STORE // 4, GPUS * BATCH_PER_GPU, GPUS)
+    cut = Cut.fitting(3 * PIXELS**2, STORE // 4, GPUS * BATCH_PER_GPU, GPUS)
     order, ends = EpochOrder(groups, None, ("", 0, 0)), np.cumsum(groups)
     pieces = list(cut.pieces(0, 0, int(groups.sum()) // cut.batch * cut.batch))[:PIECES]
     rows = [order.at(np.concatenate(cut.shares(piece)))[0] for piece in pieces]

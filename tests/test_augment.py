@@ -54,6 +54,7 @@ from vitray.data.augment.mixing import (
     partners,
     prepare_batch,
 )
+from vitray.data.augment.views import ViewKind
 from vitray.data.stream.epoch_order import EpochOrder, positions_of
 from vitray.errors import ConfigError
 from vitray.tasks.supervised import binary_cross_entropy
@@ -874,10 +875,10 @@ def test_a_gpu_prepares_the_same_batch():
 
 def test_a_contact_sheet_shows_originals_and_views():
     samples = [Sample(photo(48, 32, seed), f"{seed}", f"class {seed}") for seed in range(3)]
-    sheet = contact_sheet(samples, Augment(policy=ThreeAugment()), (32, 32), copies=4)
+    sheet = contact_sheet(samples, [ViewKind((32, 32), Augment(policy=ThreeAugment()))], copies=4)
     image = Image.open(io.BytesIO(sheet))
     assert image.format == "PNG"
     assert image.width > 5 * 144
     assert image.height > 3 * 144
-    assert sheet == contact_sheet(samples, Augment(policy=ThreeAugment()), (32, 32), copies=4)
-    assert sheet != contact_sheet(samples, Augment(policy=ThreeAugment()), (32, 32), copies=4, seed=1)
+    assert sheet == contact_sheet(samples, [ViewKind((32, 32), Augment(policy=ThreeAugment()))], copies=4)
+    assert sheet != contact_sheet(samples, [ViewKind((32, 32), Augment(policy=ThreeAugment()))], copies=4, seed=1)

@@ -8,7 +8,14 @@ import torch
 from PIL import Image, ImageFilter
 from test_augment import photo
 
-from vitray.config.augmentation import Augment, CenterCrop, RandAugment, ThreeAugment, TorchvisionRandAugment
+from vitray.config.augmentation import (
+    Augment,
+    CenterCrop,
+    DinoColors,
+    RandAugment,
+    ThreeAugment,
+    TorchvisionRandAugment,
+)
 from vitray.data.augment import ops_pillow, ops_tensor
 from vitray.data.augment.crops import augment_image, crop_and_draw
 from vitray.data.augment.draws import (
@@ -27,6 +34,7 @@ AUGMENTS = {
     "plain": Augment(),
     "three": Augment(policy=ThreeAugment(), jitter=0.3),
     "three_bilinear": Augment.model_validate({"policy": "three_augment", "crop": {"interpolation": "bilinear"}}),
+    "dino": Augment(policy=DinoColors(blur=(0.7,), solarize=(0.3,), hue=0.4), jitter=0.2),
     "rand": Augment(policy=RandAugment(std=3.0, chance=0.8, ops=4), jitter=0.9),
     "rand_original": Augment(policy=RandAugment(chance=1.0, ops=3, increasing=False, std=4.0, fill=(1, 2, 255))),
     "beyond": Augment(policy=RandAugment(magnitude=30.0, limit=60.0, std=9.0, chance=1.0, ops=2), jitter=2.0),
@@ -69,6 +77,8 @@ def amounts_of(name: str, count: int, size: tuple[int, int], seed: str) -> np.nd
         sign, increasing = (1, -1)[turn % 2], turn % 3 > 0
         if name == "blur":
             amounts.append(rng.uniform(0.1, 2.0))
+        elif name == "hue":
+            amounts.append(rng.uniform(-0.5, 0.5))
         elif name in ("color", "contrast", "brightness") and turn % 4 == 0:
             amounts.append(rng.uniform(0, 2))
         elif turn % 4 == 1 and name not in ("invert", "solarize_add"):
@@ -107,11 +117,11 @@ def test_a_thousand_draws_at_full_size_equal_pillows_bit_for_bit(name):
 
 def both_ways(settings: Augment, keys: list[str], size=(24, 32)) -> tuple[torch.Tensor, Draws, np.ndarray]:
     """Return crops, their draws, and the views of the per-image reference."""
-    columns, crops, views = draw_columns(settings, len(keys)), [], []
+    columns, crops, views = draw_columns(settings, (len(keys),)), [], []
     for row, key in enumerate(keys):
         image = photo(50, 40, row % 7)
         crop, *draws = crop_and_draw(image, settings, size, generator(3, 1, key, 2))
-        write_draws(columns, row, *draws)
+        write_draws(columns, (row,), *draws)
         crops.append(crop)
         views.append(augment_image(image, settings, size, generator(3, 1, key, 2)))
     return torch.from_numpy(np.stack(crops)), read_draws(columns, settings), np.stack(views)
@@ -145,9 +155,9 @@ def test_auto_chooses_by_device():
 
 
 def test_the_draws_of_a_batch_are_small_columns():
-    columns = draw_columns(AUGMENTS["three"], 8)
+    columns = draw_columns(AUGMENTS["three"], (8,))
     assert sum(column.nbytes for column in columns.values()) == 8 * (1 + 4 * (1 + 8))
-    assert draw_columns(Augment(), 0)["operation"].shape == (0, 1)
+    assert draw_columns(Augment(), (0,))["operation"].shape == (0, 1)
 
 
 def test_torchvisions_kernels_differ_from_pillow():

@@ -57,7 +57,9 @@ BAD_OVERRIDES = [
     ("task=finetune", ["task.weights: got nothing, expected a vitray model folder"]),
     (
         "task.kind=finetun",
-        ["task: got 'finetun', expected 'supervised', 'finetune', 'masked', 'tokenizer'; did you mean finetune"],
+        [
+            "task: got 'finetun', expected 'supervised', 'finetune', 'masked', 'lejepa', 'self_distillation', 'tokenizer'; did you mean fine"
+        ],
     ),
     (
         "task=finetune task.weights=a task.mode=atn",

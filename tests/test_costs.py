@@ -1,5 +1,6 @@
 """Costs of tasks: each counts the products of its training step and its trained parameters, as torch counts them."""
 
+import math
 import subprocess
 import sys
 from typing import get_args
@@ -13,10 +14,12 @@ from vitray.config import Run, load_run
 from vitray.config.augmentation import Normalize
 from vitray.config.classification import Mode
 from vitray.config.pretraining import Masked, Tokenizer
+from vitray.config.self_supervised import Lejepa, SelfDistillation
 from vitray.data.augment.masks import draw_sources
+from vitray.data.augment.views import view_kinds
 from vitray.models.network import build_network
 from vitray.models.tokenizer import VisualTokenizer
-from vitray.tasks.build import Task, build_task, task_costs
+from vitray.tasks.build import Task, TaskCosts, build_task, task_costs
 from vitray.tasks.supervised import Teacher
 
 TINY = {"model.name": "vit_u2x2_8", "model.image_size": 32, "model.num_classes": 10}
@@ -40,11 +43,29 @@ def counted(run: Run, task: Task) -> float:
             targets = torch.as_tensor(draw_sources(run.task.mask, run.model.grid, 0, 0, range(IMAGES)))
         case Tokenizer():
             targets = torch.zeros(IMAGES, dtype=torch.int64)
+        case Lejepa() | SelfDistillation():
+            return counted_of_views(run, task)
         case _:
             targets = torch.eye(run.model.num_classes)[:IMAGES]
     # The plain kernel: a fused one computes the logits once more in its backward pass.
     with FlopCounterMode(display=False) as flops, sdpa_kernel(SDPBackend.MATH):
         task(images, *[targets] * len(run.task.traits.needs)).backward()
+    return flops.get_total_flops() / IMAGES / 2e9
+
+
+def counted_of_views(run: Run, task: Task) -> float:
+    """The same for a task that compares views, with as many masked patches as there are on average."""
+    large, small = view_kinds(run.data.chosen_views, run.model.image_shape, run.model.shape.patch, run.data.augment)
+    images, views = (torch.randn(IMAGES, kind.number, 3, *kind.size) for kind in (large, small))
+    task.before_step(5, 4, 10)
+    inputs = [images, views]
+    if run.task.kind == "self_distillation":
+        masks = torch.zeros(IMAGES, large.number, math.prod(run.model.grid), dtype=torch.bool)
+        hidden = round(run.task.mask.chance * sum(run.task.mask.ratio) / 2 * masks[0].numel()) * IMAGES
+        masks.flatten()[torch.randperm(masks.numel(), generator=torch.Generator().manual_seed(0))[:hidden]] = True
+        inputs += [masks, hidden]
+    with FlopCounterMode(display=False) as flops, sdpa_kernel(SDPBackend.MATH):
+        task(*inputs).backward()
     return flops.get_total_flops() / IMAGES / 2e9
 
 
@@ -124,6 +145,40 @@ LEVELS = ("head", "last", "full")
 @pytest.mark.parametrize("objective", ["mean_color", "small_patch", "pixels_l2", "pixels_l1"])
 def test_a_masked_step_costs_its_network_and_its_head_on_hidden_patches(objective):
     assert_counted(run_of(masked(kind=objective)))
+
+
+OBJECTIVES = {
+    "lejepa": {"kind": "lejepa", "slices": 4},
+    "dino": {"kind": "self_distillation", "ibot": 0, "koleo": 0, "prototypes": 40},
+    "ibot": {"kind": "self_distillation", "dino": 0, "koleo": 0, "mask.chance": 1.0, "mask.ratio": [0.5, 0.5]},
+    "both": {
+        "kind": "self_distillation",
+        "koleo": 0,
+        "shared_head": False,
+        "mask": {"chance": 0.5, "ratio": [0.5, 0.5]},
+    },
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("network", ["plain", "hmlp", "rope"])
+def test_a_step_of_views_costs_each_of_them_and_its_teacher(name, network):
+    settings = {"model.num_classes": None, "data.views.local.count": 3}
+    settings |= {f"task.{name}": value for name, value in OBJECTIVES[name].items()}
+    run = run_of(NETWORKS[network] | settings)
+    costs = assert_counted_of(run)
+    assert (costs.params > 1.9 * costs.trained_params) == (name != "lejepa")
+
+
+def assert_counted_of(run: Run) -> TaskCosts:
+    """As `assert_counted`, where products of activations alone are no part of the costs: a slice, a neighbor."""
+    task = build_task(run).train()
+    costs = task_costs(run)
+    assert costs.step_gflops == pytest.approx(counted(run, task), rel=0.01)
+    parameters = [*task.parameters()]
+    assert costs.params == sum(each.numel() for each in parameters)
+    assert costs.trained_params == sum(each.numel() for each in parameters if each.requires_grad)
+    return costs
 
 
 @pytest.mark.parametrize("network", ["plain", "rectangular", "local", "relative", "rope"])

@@ -82,6 +82,7 @@ RUN = {
 }
 MIXING = {"data.mix.mixup": 0.8, "data.mix.cutmix": 1.0, "data.augment.erase": 0.9, "model.drop_path": 0.1}
 UNLABELED = {"model.num_classes": None, "model.name": "vit_u1x1_8"}
+JOINT = UNLABELED | {"compute.local_batch": None, "optim.ema": None, "data.views.local.count": 1}
 RUNS = {
     "adamw": MIXING,
     "sgd": MIXING | {"optim.rule": "sgd", "task.loss": "bce", "data.mix.per": "pair"},
@@ -90,6 +91,9 @@ RUNS = {
     "mean_color": UNLABELED | {"task": {"kind": "masked", "objective": "mean_color"}},
     "pixels_l1": UNLABELED | {"task": {"kind": "masked", "objective": "pixels_l1"}},
     "tokenizer": UNLABELED | {"task": {"kind": "tokenizer", "decoder_depth": 1}},
+    "lejepa": JOINT | {"task": {"kind": "lejepa", "slices": 8}},
+    "sinkhorn": JOINT | {"task": {"kind": "self_distillation", "prototypes": 16}},
+    "center": JOINT | {"task": {"kind": "self_distillation", "prototypes": 16, "centering": "center"}},
 }
 
 
@@ -100,7 +104,8 @@ def run_of(name: str) -> Run:
 def learner_on(device: torch.device, run: Run) -> Learner:
     with torch.device(device):
         task = build_task(run)
-    return Learner(task, task, build_optimizer(task, run.optim, device), Average(task, run.optim.ema))
+    average = Average(task, run.optim.ema) if run.optim.ema else None
+    return Learner(task, task, build_optimizer(task, run.optim, device), average)
 
 
 def take_steps(run: Run, learner: Learner, device: torch.device, first: int = 1) -> None:
@@ -112,6 +117,15 @@ def take_steps(run: Run, learner: Learner, device: torch.device, first: int = 1)
         masks = torch.from_numpy(sources).to(device)
     images = torch.zeros(len(places), 32, 32, 3, dtype=torch.uint8)
     batch = DeviceBatch(images.to(device), labels.to(device), places, places, masks)
+    if run.task.traits.joint:
+        masks = torch.arange(len(places) * 2 * 16).view(len(places), 2, 16) % 3 == 0
+        views = torch.zeros(len(places), 1, 16, 16, 3, dtype=torch.uint8)
+        batch = batch._replace(
+            images=images[:, None].expand(-1, 2, -1, -1, -1).to(device),
+            masks=masks.to(device),
+            views=views.to(device),
+            hidden=masks.sum((1, 2)).numpy(),
+        )
     # Mixing needs more steps, to blend and to cut.
     for step in range(first + (2 if run.data.mix.is_mixing else 1)):
         with no_waits(device) if step >= first else nullcontext():

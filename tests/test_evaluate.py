@@ -24,6 +24,7 @@ from vitray.config.augmentation import CenterCrop
 from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.mixing import DeviceBatch, normalized
+from vitray.data.augment.views import ViewKind
 from vitray.data.shards import open_dataset
 from vitray.data.stream.decoding import ViewSettings, decode_positions, locate_rows
 from vitray.data.stream.epoch_order import EpochOrder
@@ -262,7 +263,7 @@ def test_scores_equal_those_of_training(place, tmp_path, precision):
     save_model(str(tmp_path / "model"), run, vit, classes)
     located = locate_rows(open_dataset(str(place / "data")), "val")
     parts = [np.arange(start, min(start + 24, 101)) for start in range(0, 101, 24)]
-    view = ViewSettings((32, 32), crop, 0, 0)
+    view = ViewSettings((ViewKind((32, 32), crop),), 0, 0)
     decoded = decode_positions(parts, located, EpochOrder(located.groups, None, None), view)
     batches = []
     for part, each in zip(parts, decoded, strict=True):

@@ -11,6 +11,7 @@ import torch.multiprocessing
 
 from vitray.config import load_run
 from vitray.config.augmentation import Normalize
+from vitray.config.sections import TaskTraits
 from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.stream.batches import HostBatch, Share
 from vitray.metrics.scores import MAX_MISTAKES, EvaluationSet, Mistake, evaluate, evaluate_loss
@@ -76,7 +77,7 @@ def score_of(parts, count, vit=None, device=CPU):
 
 def loss_of(parts, count, forward=None, device=CPU):
     data = EvaluationSet(parts, count, PLAIN)
-    return evaluate_loss(PixelLoss(), (), data, device, nullcontext(), forward)
+    return evaluate_loss(PixelLoss(), TaskTraits(()), data, device, nullcontext(), forward)
 
 
 def check_slow_loop(scored, images, labels):
@@ -200,7 +201,7 @@ def test_a_corrupt_image_counts_in_no_score():
     assert scored.images == 45
     plain = score_of(parts, 45)
     assert (scored.loss, scored.top1, scored.top5) == (plain.loss, plain.top1, plain.top5)
-    lost = evaluate_loss(PixelLoss(), (), corrupt, CPU, nullcontext())
+    lost = evaluate_loss(PixelLoss(), TaskTraits(()), corrupt, CPU, nullcontext())
     assert (lost.images, lost.loss) == (45, loss_of(parts, 45).loss)
     with pytest.raises(AssertionError, match="49 images were counted"):
         evaluate(Reader(), corrupt._replace(corrupt=lambda: ["a"] * 4), 7, CPU, nullcontext())

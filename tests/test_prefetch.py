@@ -31,7 +31,7 @@ def test_a_batch_is_augmented_on_its_way_to_the_device():
     ramp = np.arange(48, dtype=np.uint8).reshape(1, 4, 4, 3).repeat(2, 0)
     codes = np.full((2, 1), OPERATIONS.index("invert"), np.uint8)
     draws = Draws(np.array([True, False]), codes, np.zeros((2, 1)), "bicubic", (0, 0, 0))
-    [batch] = Prefetcher(iter([HostBatch(ramp, *np.zeros((3, 2), np.int64), 0, draws)]), CPU)
+    [batch] = Prefetcher(iter([HostBatch(ramp, *np.zeros((3, 2), np.int64), 0, (draws,))]), CPU)
     assert np.array_equal(batch.images, 255 - np.stack([ramp[0, :, ::-1], ramp[1]]))
     assert ramp.max() == 47
 

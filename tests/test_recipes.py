@@ -45,12 +45,15 @@ from vitray.config.pretraining import Masked, Tokenizer
 from vitray.data.augment.crops import augment_image
 from vitray.data.augment.keyed_random import generator
 from vitray.data.augment.masks import draw_sources
-from vitray.data.augment.mixing import BatchSettings, prepare_batch
+from vitray.data.augment.mixing import BatchSettings, DeviceBatch, prepare_batch
+from vitray.data.augment.views import view_kinds
+from vitray.data.stream.batches import HostBatch
 from vitray.errors import ConfigError
 from vitray.models.counts import count
 from vitray.models.vit import ViT
 from vitray.tasks.build import Task, build_task
 from vitray.tasks.supervised import Teacher
+from vitray.training.data import with_masks
 from vitray.training.optim import Average, build_optimizer, clip_gradients, set_learning_rate
 from vitray.training.schedule import learning_rate, length_of
 
@@ -258,7 +261,7 @@ def test_the_number_of_parameters_matches_the_analytic_count(path):
     assert sum(parameter.numel() for parameter in task.vit.parameters()) == count(run.model).params
     # Parameters outside the network belong to a decoder.
     others = {name.partition(".")[0] for name, _ in task.named_parameters()} - {"vit"}
-    assert bool(others) == isinstance(run.task, Masked | Tokenizer)
+    assert bool(others) == (isinstance(run.task, Masked | Tokenizer) or run.task.traits.joint)
 
 
 @each_expectation
@@ -348,10 +351,25 @@ def toy(run: Run) -> Run:
     shape = run.model.shape
     stem = "" if shape.stem == "linear" else f"_{shape.stem}"
     name = f"vit_u2x{shape.branches}_{shape.patch}{stem}"
+    if run.task.traits.joint:  # without classes, and with small views
+        head = {"task.prototypes": 32} if run.task.kind == "self_distillation" else {}
+        small = {"data.views.local.size": 2 * shape.patch, "optim.batch": 8}
+        return run.replace({"model.name": name, "model.image_size": 4 * shape.patch} | small | head)
     if isinstance(run.task, Masked | Tokenizer):  # without classes; and BeiT's smallest rectangle is 4 x 4 patches
         return run.replace({"model.name": name, "model.image_size": 4 * shape.patch})
     side = 2 * max((shape.patch, *run.model.patches))
     return run.replace({"model.name": name, "model.image_size": side, "model.num_classes": 5})
+
+
+def inputs_of_views(run: Run, rng: np.random.Generator) -> list:
+    """Eight images of noise as the views of a task that compares them."""
+    kinds = view_kinds(run.data.chosen_views, run.model.image_shape, run.model.shape.patch, run.data.augment)
+    large, small = (rng.integers(256, size=(8, kind.number, *kind.size, 3), dtype=np.uint8) for kind in kinds)
+    places = np.arange(8)
+    host = with_masks(HostBatch(large, places, places, places, 0, views=small), run, 0)
+    masks = None if host.masks is None else torch.from_numpy(host.masks)
+    tensors = torch.from_numpy(large), torch.from_numpy(places), places, places, masks, torch.from_numpy(small)
+    return DeviceBatch(*tensors, host.hidden).inputs(run.task.traits.needs, run.data.normalize)
 
 
 @each_recipe
@@ -375,18 +393,22 @@ def test_a_step_changes_every_weight(path):
     length = length_of(run.optim, IMAGENET // run.optim.batch)
     step = length.warmup
 
-    images_BCHW, targets_BK = prepare_batch(
-        torch.from_numpy(np.stack(views)),
-        torch.arange(8) % (run.model.num_classes or 8),
-        BatchSettings(run.data.augment, run.data.mix, run.data.normalize, run.model.num_classes or 8),
-        run.seed,
-        step,
-    )
-    beside = {"labels": targets_BK}
-    if isinstance(run.task, Masked):
-        sources = draw_sources(run.task.mask, run.model.grid, run.seed, 0, range(8))
-        beside["masks"] = torch.from_numpy(sources)
-    loss = task(images_BCHW, *(beside[need] for need in run.task.traits.needs))
+    task.before_step(step, length.epoch, length.total)
+    if "views" in run.task.traits.needs:
+        loss = task(*inputs_of_views(run, rng))
+    else:
+        images_BCHW, targets_BK = prepare_batch(
+            torch.from_numpy(np.stack(views)),
+            torch.arange(8) % (run.model.num_classes or 8),
+            BatchSettings(run.data.augment, run.data.mix, run.data.normalize, run.model.num_classes or 8),
+            run.seed,
+            step,
+        )
+        beside = {"labels": targets_BK}
+        if isinstance(run.task, Masked):
+            sources = draw_sources(run.task.mask, run.model.grid, run.seed, 0, range(8))
+            beside["masks"] = torch.from_numpy(sources)
+        loss = task(images_BCHW, *(beside[need] for need in run.task.traits.needs))
     loss.backward()
     norm = clip_gradients(task.parameters(), run.optim.clip)
     set_learning_rate(optimizer, learning_rate(run.optim, length, step))

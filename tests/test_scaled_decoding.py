@@ -10,7 +10,7 @@ from test_stream import finished, train_stream, write
 
 from vitray.config import load_run
 from vitray.config.augmentation import Augment
-from vitray.data.augment.crops import augment_image, crop_and_draw, decode_for_view, draw_box
+from vitray.data.augment.crops import augment_image, crop_and_draw, decode_for_views, draw_box
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.draws import read_draws
 from vitray.data.augment.keyed_random import generator
@@ -43,7 +43,7 @@ def jpeg(width=1001, height=803, seed=0) -> bytes:
 def test_the_pixels_are_the_fewest_that_cover_the_view(crop):
     augment, divisors = settings(crop), set()
     for key in KEYS:
-        image = decode_for_view(jpeg(), augment, SIZE, random_of(key))
+        image = decode_for_views(jpeg(), [(augment, SIZE, random_of(key))])
         assert image.whole == (803, 1001)
         box = draw_box(image.whole, augment.crop, random_of(key))[2:] if crop == "random_resized" else (803, 1001)
         ratio = 0.875 if crop == "center" else 1
@@ -61,7 +61,7 @@ def test_the_draws_are_those_of_a_full_image_and_the_views_alike(crop):
     plain, full = augment.model_copy(update={"policy": Augment().policy}), decode_image(data)
     views = {}
     for key in KEYS:
-        image, ours, theirs = decode_for_view(data, augment, SIZE, random_of(key)), random_of(key), random_of(key)
+        image, ours, theirs = decode_for_views(data, [(augment, SIZE, random_of(key))]), random_of(key), random_of(key)
         scaled = crop_and_draw(image.pixels, augment, SIZE, ours, image.whole)
         whole = crop_and_draw(full, augment, SIZE, theirs)
         assert scaled[1:] == whole[1:]
@@ -85,7 +85,7 @@ def test_other_images_are_decoded_in_full(crop):
     turned[0x0112] = 6
     small, png = jpeg(90, 70), encoded(photo(1001, 803))
     for data in (small, png, encoded(photo(1001, 803), "JPEG", exif=turned)):
-        image = decode_for_view(data, settings(crop), SIZE, random_of("a"))
+        image = decode_for_views(data, [(settings(crop), SIZE, random_of("a"))])
         assert np.array_equal(image.pixels, decode_image(data))
         assert image.whole == image.pixels.shape[:2]
 
@@ -95,7 +95,7 @@ def test_a_damaged_image_is_refused_as_in_full():
     with pytest.raises(UndecodableImage) as full:
         decode_image(data)
     with pytest.raises(UndecodableImage) as scaled:
-        decode_for_view(data, settings("center"), SIZE, random_of("a"))
+        decode_for_views(data, [(settings("center"), SIZE, random_of("a"))])
     assert str(full.value) == str(scaled.value)
 
 
@@ -103,8 +103,10 @@ def test_a_task_that_sends_draws_gives_the_same_views(tmp_path):
     images = [jpeg(400 + 10 * number, 300, number) for number in range(12)]
     augment = settings("random_resized", jitter=0.3)
     stream = train_stream(write(tmp_path / "data", images), crop=augment)
-    sending = stream.view(0)._replace(crop=augment.model_copy(update={"on": "device"}))
-    in_full = stream.view(0)._replace(crop=augment.model_copy(update={"decode": "full"}))
+    sending, in_full = (
+        stream.view(0)._replace(kinds=(stream.spec.kinds[0]._replace(crop=augment.model_copy(update=changes)),))
+        for changes in ({"on": "device"}, {"decode": "full"})
+    )
     [tasks], [device], [full] = (
         decode_positions([np.arange(12)], stream.rows, stream.order(0), view)
         for view in (stream.view(0), sending, in_full)

@@ -8,6 +8,7 @@ from timm.scheduler import CosineLRScheduler
 from torch import nn
 
 from vitray.config import load_run
+from vitray.config.sections import in_steps
 from vitray.config.training import Optim
 from vitray.errors import ConfigError
 from vitray.training.schedule import (
@@ -15,7 +16,6 @@ from vitray.training.schedule import (
     CheckTimer,
     Length,
     Triggers,
-    in_steps,
     intervals_of,
     learning_rate,
     length_of,

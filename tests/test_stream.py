@@ -31,6 +31,7 @@ from vitray.config.augmentation import Augment, CenterCrop
 from vitray.data.augment.draws import Draws, read_draws
 from vitray.data.augment.keyed_random import raw_draws
 from vitray.data.augment.ops_tensor import apply_draws
+from vitray.data.augment.views import ViewKind
 from vitray.data.shards import checking
 from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
 from vitray.data.shares import PAIR
@@ -303,7 +304,7 @@ def test_pieces_deal_each_worker_its_positions_in_turn(shared, repeats, rows, he
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 6, 8, 16, 24, 32, 64])
 def test_a_task_reads_few_row_groups(workers, size):
     groups, batch = np.full(2000, 109), 1536
-    cut = Cut.fitting((size, size), 5 * 10**9, batch, workers)
+    cut = Cut.fitting(3 * size * size, 5 * 10**9, batch, workers)
     order, bounds = EpochOrder(groups, None, ("", 0, 0)), np.cumsum(groups)
     rows_read = rows_used = largest = 0
     for piece in cut.pieces(0, 0, 100 * batch):
@@ -317,7 +318,7 @@ def test_a_task_reads_few_row_groups(workers, size):
 
 @pytest.mark.parametrize(("memory", "rows"), [(5e9, 128), (100e9, 128), (400e9, 512), (1600e9, 1024)])
 def test_64_workers_get_larger_blocks_where_memory_holds_eight_tasks_a_worker(memory, rows):
-    cut = Cut.fitting((224, 224), int(memory), 64 * 64, 64)
+    cut = Cut.fitting(3 * 224 * 224, int(memory), 64 * 64, 64)
     assert cut.rows == rows * cut.members
     assert 8 * 64 * cut.rows * 224 * 224 * 3 <= memory or cut.rows <= 1024
     shares = [[len(share) for share in cut.shares(piece)] for piece in cut.pieces(0, 0, 16 * REGION)]
@@ -404,12 +405,11 @@ def on_workers(stream: Stream, workers: int, batches) -> list[list[HostBatch]]:
     return results
 
 
-def finished(images: np.ndarray, draws: Draws | None) -> np.ndarray:
+def finished(images: np.ndarray, *draws: Draws) -> np.ndarray:
     """Return the images after the augmentation that a worker applies."""
-    if draws is None:
-        return images
     views = torch.from_numpy(images.copy())
-    apply_draws(views, draws)
+    for each in draws:
+        apply_draws(views, each)
     return views.numpy()
 
 
@@ -420,7 +420,7 @@ def images_of_epoch(stream: Stream, workers: int, epoch=0, step=0) -> dict[int, 
         assert len(batches) == end - start
         for batch in batches:
             assert len(batch.images) == len(positions_of(0, stream.spec.batch, rank, workers))
-            views = finished(batch.images, batch.draws)
+            views = finished(batch.images, *batch.draws)
             for at, row, label, image in zip(batch.positions, batch.rows, batch.labels, views, strict=True):
                 assert int(at) not in images
                 images[int(at)] = int(row), int(label), hashlib.sha256(image.tobytes()).hexdigest()
@@ -476,9 +476,9 @@ def test_an_evaluation_leaves_out_corrupt_images(tmp_path, monkeypatch):
 
 def test_a_preview_leaves_out_corrupt_images(tmp_path):
     dataset = broken(tmp_path, rows=(0, 150))
-    assert len(sample_sheet(dataset, "train", Augment(), (16, 16), (3, 1))) > 0
+    assert len(sample_sheet(dataset, "train", [ViewKind((16, 16), Augment())], (3, 1))) > 0
     with pytest.raises(ConfigError, match="none of 1 images of split train can be decoded"):
-        sample_sheet(dataset, "train", Augment(), (16, 16), (1, 1))
+        sample_sheet(dataset, "train", [ViewKind((16, 16), Augment())], (1, 1))
 
 
 @pytest.mark.ray
@@ -507,7 +507,8 @@ def test_a_task_that_sends_draws_gives_the_same_views(tmp_path, augment):
     images[30] = b"not an image"  # its replacement has draws of its own
     stream = train_stream(write(tmp_path / "data", images), repeats=2, crop=augment)
     parts = [np.arange(40), np.arange(40, 40), np.arange(40, 100)]
-    sending = stream.view(1)._replace(crop=augment.model_copy(update={"on": "device"}))
+    sent = stream.spec.kinds[0]._replace(crop=augment.model_copy(update={"on": "device"}))
+    sending = stream.view(1)._replace(kinds=(sent,))
     whole = decode_positions(parts, stream.rows, stream.order(1), stream.view(1))
     crops = decode_positions(parts, stream.rows, stream.order(1), sending)
     for expected, block in zip(whole, crops, strict=True):

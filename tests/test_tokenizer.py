@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vitray.config import Run, load_run
 from vitray.config.augmentation import Normalize
+from vitray.config.sections import TaskTraits
 from vitray.config.training import Optim
 from vitray.data.augment.mixing import DeviceBatch
 from vitray.errors import ConfigError
@@ -181,7 +182,7 @@ def test_an_evaluation_leaves_the_counts_of_training():
         module(images())
     pixels, rows = torch.arange(2 * 32 * 24 * 3, dtype=torch.uint8).view(2, 32, 24, 3), np.arange(2)
     data = EvaluationSet([DeviceBatch(pixels, torch.zeros(2), rows, rows)], 2, Normalize())
-    score = evaluate_loss(interrupted, (), data, torch.device("cpu"), nullcontext())
+    score = evaluate_loss(interrupted, TaskTraits(()), data, torch.device("cpu"), nullcontext())
     assert score.others["perplexity"] > 0
     assert interrupted.read_metrics(training=True)["perplexity"] == once.read_metrics(training=True)["perplexity"]
 

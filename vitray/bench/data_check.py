@@ -197,7 +197,7 @@ def check_data(
         owner="",
         threads=placement.threads,
         data_cpus=placement.data_cpus,
-        initial=None if initial is None else ray.put(initial.task_state),
+        initial=None if initial is None else ray.put(initial.task_state(run)),
         tokenizer=resolved.tokenizer and ray.put(resolved.tokenizer.tokenizer),
         teacher=teacher and ray.put(Teacher(teacher.network, teacher.normalize)),
     )

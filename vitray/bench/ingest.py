@@ -224,7 +224,9 @@ def ours(positions: np.ndarray, source: EpochInput) -> tuple[Tensor, Tensor]:
 
 def torchvision_v2(positions: np.ndarray, source: EpochInput) -> tuple[Tensor, Tensor]:
     """Decode by torchvision's tensor pipeline: decode_jpeg, crop, resize and flip on uint8."""
-    transform: Any = v2.Compose([v2.RandomResizedCrop(source.view.size, antialias=True), v2.RandomHorizontalFlip()])
+    transform: Any = v2.Compose(
+        [v2.RandomResizedCrop(source.view.kinds[0].size, antialias=True), v2.RandomHorizontalFlip()]
+    )
     contents, labels = source.encoded(positions)
     buffers = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents]
     return torch.stack([transform(decode_jpeg(buffer, ImageReadMode.RGB)) for buffer in buffers]), labels
@@ -234,7 +236,7 @@ def pil(positions: np.ndarray, source: EpochInput) -> tuple[Tensor, Tensor]:
     """Decode by the most common pipeline: Pillow, ToTensor, Normalize, float32."""
     transform: Any = transforms.Compose(
         [
-            transforms.RandomResizedCrop(source.view.size),
+            transforms.RandomResizedCrop(source.view.kinds[0].size),
             transforms.RandomHorizontalFlip(),
             transforms.ToTensor(),
             transforms.Normalize(MEAN, STD),

@@ -251,16 +251,16 @@ def fed_steps(run: Run, device: torch.device) -> Iterator[dict[str, Callable[[],
 
 def host_batches(run: Run) -> tuple[HostBatch, HostBatch]:
     """Return a batch of random crops with the draws of its augmentation, and the same without them."""
-    images, labels, positions, rows, _ = random_batch(run, torch.device("cpu"))
-    batch = HostBatch(images.numpy(), labels.numpy(), positions, rows, 0, draws_of(run))
-    return batch, batch._replace(draws=None)
+    images, labels, positions, rows, *_ = random_batch(run, torch.device("cpu"))
+    batch = HostBatch(images.numpy(), labels.numpy(), positions, rows, 0, (draws_of(run),))
+    return batch, batch._replace(draws=())
 
 
 def draws_of(run: Run) -> Draws:
     """Return the draws of a batch, as a task makes them."""
     augment, (height, width) = run.data.augment, run.model.image_shape
-    columns = draw_columns(augment, run.optim.batch)
+    columns = draw_columns(augment, (run.optim.batch,))
     for row in range(run.optim.batch):
         rng: np.random.Generator = generator(run.seed, 0, str(row))
-        write_draws(columns, row, rng.random() < augment.flip, draw_operations(augment, (width, height), rng))
+        write_draws(columns, (row,), rng.random() < augment.flip, draw_operations(augment, (width, height), rng))
     return read_draws(columns, augment)

@@ -15,6 +15,7 @@ def check_ascending(bounds: tuple[float, float]) -> tuple[float, float]:
 
 
 Chance = Annotated[float, Field(ge=0, le=1)]
+Chances = Annotated[tuple[Chance, ...], Field(strict=False, min_length=1, max_length=64)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 EvenCount = Annotated[int, Field(ge=2, le=MOST_COUNT, multiple_of=2)]
 Byte = Annotated[int, Field(ge=0, le=255)]
@@ -72,6 +73,30 @@ class ThreeAugment(Section):
     kind: Literal["three_augment"] = "three_augment"
 
 
+class DinoColors(Section):
+    """DINO's: jitter of brightness, contrast, saturation and hue in random order, then grayscale, Gaussian blur (sigma
+    0.1 to 2) and solarize, each by its chance. Where an image has several views, blur and solarize have the chance of
+    each, and the last one holds for all further views."""
+
+    kind: Literal["dino"] = "dino"
+    jitter: Chance = 0.8
+    """Probability of the jitter."""
+    brightness: NotNegative = 0.4
+    """Brightness is scaled by a factor from 1 - brightness (at least 0) to 1 + brightness."""
+    contrast: NotNegative = 0.4
+    """Contrast is scaled by a factor from 1 - contrast (at least 0) to 1 + contrast."""
+    saturation: NotNegative = 0.2
+    """Saturation is scaled by a factor from 1 - saturation (at least 0) to 1 + saturation."""
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    """The largest turn of the hue in either direction; 1 is a whole turn."""
+    gray: Chance = 0.2
+    """Probability of grayscale."""
+    blur: Chances = (0.5,)
+    """Probability of blur, for each view."""
+    solarize: Chances = (0.0,)
+    """Probability of solarize, for each view."""
+
+
 class RandAugment(Section):
     """timm's RandAugment: rand-m7-n2-mstd0.5-inc1 is magnitude 7, ops 2, std 0.5, increasing true."""
 
@@ -119,7 +144,7 @@ class TorchvisionRandAugment(Section):
 
 
 Crop = RandomResizedCrop | SimpleRandomCrop | CenterCrop
-Policy = NoPolicy | ThreeAugment | RandAugment | TorchvisionRandAugment
+Policy = NoPolicy | ThreeAugment | DinoColors | RandAugment | TorchvisionRandAugment
 
 
 class Augment(Section):

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -233,7 +234,7 @@ def apply_changes(changes: Mapping[str, Any], tree: dict[str, Any]) -> None:
         below = section.get(last)
         if isinstance(below, dict) and "kind" in below and below["kind"] == changes[path]:
             continue  # `rule=sgd` is short for `rule.kind=sgd`
-        section[last] = changes[path]
+        section[last] = deepcopy(changes[path])  # a later change may write into it
 
 
 def flatten(tree: Mapping[str, Any], path: str) -> Iterable[tuple[str, Any]]:

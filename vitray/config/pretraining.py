@@ -167,25 +167,23 @@ def _complete_mask(given: Any, validated: ValidationInfo) -> Any:
 # ---- tasks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_label_free(task: "Masked | Tokenizer", model: Model, data: Data) -> None:
+def check_label_free(kind: str, model: Model, data: Data) -> None:
     """Raise if the model or the data settings do not fit a task without labels."""
-    model.require_vit(f"task.kind: {task.kind}")
+    model.require_vit(f"task.kind: {kind}")
     if model.num_classes is not None:
-        raise ValueError(
-            f"model.num_classes: got {model.num_classes}, expected null: task {task.kind} learns no classes"
-        )
+        raise ValueError(f"model.num_classes: got {model.num_classes}, expected null: task {kind} learns no classes")
     if data.mix.is_mixing:
         raise ValueError(
             f"data.mix: got mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}, expected 0: no labels to mix"
         )
     if data.augment.erase:
         raise ValueError(
-            f"data.augment.erase: got {data.augment.erase:g}, expected 0: task {task.kind} would learn the noise"
+            f"data.augment.erase: got {data.augment.erase:g}, expected 0: task {kind} would learn the noise"
         )
     if model.distillation_token:
-        raise ValueError(f"model.distillation_token: got true, expected false: task {task.kind} has no teacher")
+        raise ValueError(f"model.distillation_token: got true, expected false: task {kind} has no teacher")
     if model.patches:
-        raise ValueError(f"model.patches does not apply to task {task.kind}, which predicts patches of one size")
+        raise ValueError(f"model.patches does not apply to task {kind}, which predicts patches of one size")
 
 
 class Masked(Section):
@@ -213,7 +211,7 @@ class Masked(Section):
 
     def check(self, model: Model, data: Data) -> None:
         """Raise if the model or the data settings do not fit the task."""
-        _check_label_free(self, model, data)
+        check_label_free(self.kind, model, data)
         shape, (rows, columns) = model.shape, model.grid
         *first, last = dict.fromkeys(stem.split("_")[0] for stem, row in STEMS.items() if not row.mixes_patches)
         wanted = f"expected a {', '.join(first)} or {last} stem, or task.allow_leak true"
@@ -277,7 +275,7 @@ class Tokenizer(Section):
 
     def check(self, model: Model, data: Data) -> None:
         """Raise if the model or the data settings do not fit the task."""
-        _check_label_free(self, model, data)
+        check_label_free(self.kind, model, data)
 
     def describe(self) -> str:
         """Return the loss in words."""

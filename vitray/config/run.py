@@ -20,10 +20,11 @@ from vitray.config.parsing import (
 )
 from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.sections import Section, Seed, one_of
+from vitray.config.self_supervised import Lejepa, SelfDistillation
 from vitray.config.training import Checkpointing, Compute, Data, Guard, Optim, Tracking
 from vitray.config.validation import explain_error
 
-Task = Supervised | Finetune | Masked | Tokenizer
+Task = Supervised | Finetune | Masked | Lejepa | SelfDistillation | Tokenizer
 
 
 class Run(Section):
@@ -45,6 +46,24 @@ class Run(Section):
     @model_validator(mode="after")
     def _task_fits(self) -> Self:
         self.task.check(self.model, self.data)
+        traits = self.task.traits
+        if self.data.views is not None and "views" not in traits.needs:
+            raise ValueError(f"data.views does not apply to task {self.task.kind}, which takes one view of each image")
+        if traits.network != "vit" and self.optim.ema is not None:
+            raise ValueError(f"optim.ema: got an average with task {self.task.kind}, expected null: its teacher is one")
+        if traits.joint and self.optim.batch < 2:
+            raise ValueError(f"optim.batch: got 1, expected at least 2: task {self.task.kind} compares images")
+        if traits.joint and self.compute.has_graphs:
+            raise ValueError(
+                f"compute.compile: got {self.compute.compile} with task {self.task.kind}, whose loss is no CUDA graph;"
+                " expected default"
+            )
+        if traits.joint and self.compute.local_batch is not None:
+            got = f"got {self.compute.local_batch} with task {self.task.kind}"
+            raise ValueError(
+                f"compute.local_batch: {got}, expected null: its loss is of the whole batch;"
+                " compute.activation_checkpointing=blocks saves memory"
+            )
         return self
 
     @model_validator(mode="after")
@@ -95,7 +114,7 @@ class Run(Section):
             raise ValueError(f"evaluate.probes {by_logits[0]} needs a head, because it compares logits with labels")
         if self.guard.on_collapse == "stop" and not traits.may_collapse:
             raise ValueError(
-                f"guard.on_collapse: got stop with task {kind}, expected warn: stop is for task masked only"
+                f"guard.on_collapse: got stop with task {kind}, expected warn: stop is for tasks without labels"
             )
         watched = [("knn", self.guard.knn_drop), ("rank", self.guard.min_rank)]
         if self.guard.on_collapse == "stop" and not any(name in probes and bound for name, bound in watched):
@@ -128,6 +147,11 @@ class Run(Section):
     def classification(self) -> Supervised | Finetune | None:
         """The task, if it learns classes."""
         return self.task if isinstance(self.task, Supervised | Finetune) else None
+
+    @property
+    def weights(self) -> str | None:
+        """The address of the weights that the run starts from; None for new ones."""
+        return self.task.weights if isinstance(self.task, Finetune | Lejepa | SelfDistillation) else None
 
     @property
     def distill(self) -> Distillation | None:

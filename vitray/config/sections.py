@@ -5,7 +5,7 @@ Only settings that some code reads are listed. Their docstrings are the text of 
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, assert_never
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -119,6 +119,20 @@ def parse_duration(text: str) -> Duration:
     return Duration(number, f"{match[2]}s")  # type: ignore[arg-type]
 
 
+def in_steps(text: str, steps_per_epoch: int) -> int:
+    """Return a duration of epochs or steps in whole steps, rounded to the nearest."""
+    count, unit = parse_duration(text)
+    match unit:
+        case "epochs":
+            return round(count * steps_per_epoch)
+        case "steps":
+            return int(count)
+        case "minutes":
+            raise ValueError(f"got {text!r}, expected epochs or steps: minutes do not convert to steps")
+        case _:
+            assert_never(unit)
+
+
 def duration_in(*units: Unit, least: float = 1e-9) -> BeforeValidator:
     """Return a validator for durations in these units, which stores them in one spelling."""
 
@@ -137,7 +151,7 @@ def duration_in(*units: Unit, least: float = 1e-9) -> BeforeValidator:
 
 # ---- the nature of a task --------------------------------------------------------------------------------------------
 
-Need = Literal["labels", "masks"]
+Need = Literal["labels", "masks", "views", "hidden"]
 
 
 class TaskTraits(NamedTuple):
@@ -145,8 +159,16 @@ class TaskTraits(NamedTuple):
 
     needs: tuple[Need, ...]
     """What its loss takes beside the images, in this order. With labels, images are mixed and erased, and an evaluation
-    counts correct answers; without, it is the mean of the loss."""
+    counts correct answers; without, it is the mean of the loss. With views, the images are the global ones of
+    data.views, and the local ones follow."""
     saves: Literal["network", "tokenizer"] = "network"
     """What its model folder holds: a network, whose features can be probed, or a tokenizer, which has codes."""
     may_collapse: bool = False
     """Whether features may become equal for all images, which guard.on_collapse watches."""
+    joint: bool = False
+    """Whether the loss is of the whole batch, not a mean over its images: every worker returns the same number, after
+    collectives, and a step is never taken in several passes."""
+    network: str = "vit"
+    """The module of the task that is the network it makes: the one that is probed, and written as the model."""
+    by_data: bool = False
+    """Whether settings that a recipe leaves out follow the number of images, by `BY_DATA`."""

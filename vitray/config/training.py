@@ -18,6 +18,7 @@ from vitray.config.sections import (
     duration_in,
     one_of,
 )
+from vitray.config.views import Views
 
 
 def _check_workers(workers: int | str) -> int | str:
@@ -43,6 +44,8 @@ class Data(Section):
     """Fraction of train to hold out and evaluate in place of val, chosen by a hash of each image's key. Use it to tune
     settings; leave it 0 in the final run."""
     augment: Augment = Augment()
+    views: Views | None = None
+    """Several views of each image in a step, for tasks that compare them; null: those of the task."""
     repeats: Size = 1
     """Repeated augmentation: views of each image in an epoch. An epoch keeps its length, and covers 1 / repeats of the
     images."""
@@ -59,6 +62,11 @@ class Data(Section):
         if self.cache == "decoded" and self.augment.decode == "scaled":
             raise ValueError("cache=decoded keeps all pixels of an image, expected augment.decode=full")
         return self
+
+    @property
+    def chosen_views(self) -> Views:
+        """The views of a task that compares them."""
+        return self.views or Views()
 
     @property
     def evaluated(self) -> str | None:
@@ -142,6 +150,8 @@ class Optim(Section):
     weight_decay: NotNegative = 0.1
     """AdamW: decoupled, multiplied by lr. Sgd: added to the gradient. Lamb: added before the trust ratio. Matrices and
     kernels only."""
+    weight_decay_end: Positive | None = None
+    """Weight decay at the end, reached by half a cosine (DINO: from 0.04 to 0.4); null: it stays the same."""
     schedule: Annotated[Cosine | Linear | Constant, Field(discriminator="kind"), one_of("cosine")] = Cosine()
     """Learning-rate schedule after the warm-up."""
     warmup: Annotated[str, duration_in("epochs", "steps", least=0)] = "5 epochs"
@@ -154,6 +164,14 @@ class Optim(Section):
     """Factor of the learning rate per level below the head; 1: none. 18x2 has 18 levels."""
     ema: Ema | None = None
     """Average of the weights; null: none."""
+
+    @model_validator(mode="after")
+    def _weights_decay(self) -> Self:
+        if self.weight_decay_end is not None and not self.weight_decay:
+            raise ValueError(
+                f"weight_decay_end: got {self.weight_decay_end:g} with weight_decay 0, expected a start above 0"
+            )
+        return self
 
 
 class Compute(Section):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.config.augmentation import Normalize
-from vitray.config.sections import Need
+from vitray.config.sections import TaskTraits
 from vitray.data.augment.mixing import DeviceBatch, normalized, to_device
 from vitray.metrics.arrays import Examples
 from vitray.models.probabilities import Probability, probabilities_of
@@ -80,9 +80,9 @@ def evaluate(
 ) -> Score:
     """Return the score of a classifier over the batches of all workers."""
     sums, images = Sums.zeros(num_classes, device), 0
-    for batch, images_BCHW in _normalized_batches(vit, data):
+    for batch in _batches(vit, data):
         with autocast:
-            logits_BK = vit(images_BCHW)
+            logits_BK = vit(normalized(batch.images, data.normalize))
         add_batch(sums, logits_BK, batch, probability)
         images += len(batch.rows)
     counted, corrupt, (loss, top1, top5) = _means(images, sums.totals, data)
@@ -104,7 +104,7 @@ def evaluate(
 @torch.no_grad()
 def evaluate_loss(
     task: Any,
-    needs: Sequence[Need],
+    traits: TaskTraits,
     data: EvaluationSet,
     device: torch.device,
     autocast: AbstractContextManager[object],
@@ -112,17 +112,16 @@ def evaluate_loss(
 ) -> Score:
     """Return the loss of a task without labels over the batches of all workers, with its pictures and other numbers.
 
-    `needs` is what the task takes beside the images. `forward` is the compiled task. It sees whole batches only,
-    because another batch size would be compiled anew.
+    `forward` is the compiled task. It sees whole batches only, because another batch size would be compiled anew.
     """
     task.read_metrics(training=False)  # resets counts
     total, images, pictures = torch.zeros(1, dtype=torch.float64, device=device), 0, None
-    for batch, padded_BCHW in _normalized_batches(task, data):
+    for batch in _batches(task, data):
         real = len(batch.rows)
-        if not real:
+        if not real and not (traits.joint and dist.is_initialized()):
             continue
-        inputs = [padded_BCHW[:real], *batch.extras(needs, slice(real))]
-        network = task if forward is None or real < len(padded_BCHW) else forward
+        inputs = batch.inputs(traits.needs, data.normalize, slice(real))
+        network = task if forward is None or real < len(batch.images) else forward
         with autocast:
             total += network(*inputs).double() * real
             if pictures is None:
@@ -140,12 +139,11 @@ def broadcast_buffers(module: nn.Module) -> None:
             dist.broadcast(buffer, 0)
 
 
-def _normalized_batches(network: nn.Module, data: EvaluationSet) -> Iterator[tuple[DeviceBatch, Tensor]]:
-    """Yield each batch and its normalized images, with the network in evaluation mode."""
+def _batches(network: nn.Module, data: EvaluationSet) -> Iterator[DeviceBatch]:
+    """Yield each batch, with the network in evaluation mode."""
     was_training = network.training
     network.eval()
-    for batch in data.batches:
-        yield batch, normalized(batch.images, data.normalize)
+    yield from data.batches
     network.train(was_training)
 
 

@@ -31,14 +31,14 @@ class Products:
         """Billions of multiply-adds of both passes."""
         return (self.forward + self.backward) / 1e9
 
-    def weight(self, weight: Tensor, positions: int) -> None:
+    def weight(self, weight: Tensor, positions: float) -> None:
         """Count a product of a weight with the activations at some positions."""
         work = positions * weight.numel() * self.share
         self.forward += work
         self.backward += work * (weight.requires_grad + self.has_gradient)
         self.train(weight)
 
-    def layer(self, layer: nn.Module, positions: int) -> None:
+    def layer(self, layer: nn.Module, positions: float) -> None:
         """Count a linear layer or a convolution with some output positions."""
         self.weight(layer.get_parameter("weight"), positions)
         self.train(layer)
@@ -62,6 +62,15 @@ class Products:
             branch()
             after |= self.has_gradient
         self.has_gradient = after
+
+    def repeat(self, times: int, count: "Callable[[Products], None]") -> None:
+        """Count what is computed several times for each image, as for its views."""
+        products = Products()
+        products.share, products.has_gradient = self.share, self.has_gradient
+        count(products)
+        self.forward += times * products.forward
+        self.backward += times * products.backward
+        self.has_gradient = products.has_gradient
 
     def frozen(self, count: "Callable[[Products], None]") -> None:
         """Count the forward pass of a network beside the task, which computes targets without gradients."""

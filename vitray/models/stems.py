@@ -17,6 +17,7 @@ from vitray.config.model_names import Name
 from vitray.config.stems import CELL, LOCAL_DEPTH, LOCAL_HEADS, RESNETS, feature_map
 from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec
+from vitray.models.precision import at_least_float32
 from vitray.models.products import Products
 from vitray.models.resnet import ResNet
 
@@ -244,13 +245,18 @@ class SumOverWorkers(torch.autograd.Function):
         return total
 
 
+def sum_over_workers(values: Tensor) -> Tensor:
+    """Return the sum of a tensor over all workers, with a gradient."""
+    return SumOverWorkers.apply(values) if dist.is_initialized() else values  # pyright: ignore[reportReturnType]
+
+
 class GlooBatchNorm(nn.BatchNorm2d):
     """Batch norm over the images of all CPU workers, at least in float32; torch's SyncBatchNorm rejects CPU tensors."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         if not self.training:
             return super().forward(input)
-        over, x_BCHW = (0, 2, 3), input.to(torch.promote_types(input.dtype, torch.float32))
+        over, x_BCHW = (0, 2, 3), at_least_float32(input)
         count = x_BCHW.new_tensor([x_BCHW.numel() / self.num_features])
         sums: Tensor = SumOverWorkers.apply(torch.cat([x_BCHW.sum(over), count]))  # pyright: ignore[reportAssignmentType]
         total, mean = sums[-1], sums[:-1] / sums[-1]

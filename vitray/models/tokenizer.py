@@ -18,6 +18,7 @@ from vitray.config import Run
 from vitray.config.pretraining import Tokenizer
 from vitray.models.branches import BlockSpec
 from vitray.models.patches import Decoder, patchify, unpatchify
+from vitray.models.precision import without_autocast
 from vitray.models.products import Products
 from vitray.models.vit import ViT
 
@@ -73,7 +74,7 @@ class VisualTokenizer(nn.Module):
     @torch.no_grad()
     def encode(self, images_BCHW: Tensor) -> Tensor:
         """Return the code of each patch (BN), computed in float32 even under autocast."""
-        with torch.autocast(images_BCHW.device.type, enabled=False):
+        with without_autocast(images_BCHW.device):
             return self._code(self._round(self._numbers(images_BCHW.float())))
 
     @torch.no_grad()
@@ -89,6 +90,15 @@ class VisualTokenizer(nn.Module):
     def pictures(self, images_BCHW: Tensor) -> Tensor:
         """Return rows of images for the log: originals and reconstructions (RBCHW)."""
         return torch.stack([images_BCHW, self.reconstruct(images_BCHW)])
+
+    def before_step(self, step: int, epoch: int, total: int) -> None:
+        """Follow no schedule."""
+
+    def after_backward(self) -> None:
+        """Keep all gradients."""
+
+    def after_step(self) -> None:
+        """Change nothing but what the optimizer has."""
 
     def read_metrics(self, *, training: bool) -> dict[str, float]:
         """Return the perplexity of all workers' codes since the last call, in one mode, and reset its counts.

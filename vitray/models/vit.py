@@ -169,12 +169,16 @@ class ViT(nn.Module):
         heads = self.head.children() if isinstance(self.head, TwoHeads) else [self.head]
         products.branches(*(partial(_count_head, head, products) for head in heads))
 
-    def count_tokens(self, products: Products, dropped: int = 0) -> None:
-        """Count the products of `tokens`; `dropped` is the number of patches that the blocks do not get."""
-        height, width = self.model.image_shape
+    def count_tokens(self, products: Products, dropped: int = 0, size: tuple[int, int] | None = None) -> None:
+        """Count the products of `tokens`; `dropped` is the number of patches that the blocks do not get.
+
+        `size` is that of another image than the model's.
+        """
+        height, width = size or self.model.image_shape
         self.stem.count(products, height * width)
         products.train(self.positions, self.class_token, self.distillation_token, self.registers)
-        rows, columns = self.model.grid
+        patch = self.model.shape.patch
+        rows, columns = height // patch, width // patch
         tokens = rows * columns - dropped + self.num_prefix
         attended = {None: tokens, "rows": columns, "columns": rows}
         for level, block in enumerate(self.blocks):

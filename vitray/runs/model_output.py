@@ -17,13 +17,15 @@ from vitray.models.tokenizer import VisualTokenizer
 from vitray.runs.run_dir import OUTCOME, RUN_META, run_dataset, stored_run
 from vitray.system import storage
 from vitray.training import checkpoints
-from vitray.training.probes import network_weights, probe_weights, read_probe_images
+from vitray.training.probes import network_weights, probe_weights, read_probe_images, tensors_of
 from vitray.training.resolved import ResolvedRun
 from vitray.weights import SavedModel, save_model, save_tokenizer
 from vitray.weights.addresses import resolve_uri
-from vitray.weights.freezing import prepare
+from vitray.weights.freezing import Tuned, prepare
 from vitray.weights.pretrained import InitialWeights
 
+# The folder of a student beside that of its teacher, which is the model.
+STUDENT = "student"
 _CHECKPOINT = re.compile(r"(.+)/checkpoints/step-\d+/?")
 
 
@@ -35,15 +37,22 @@ def last_weights(run_dir: str) -> dict[str, Tensor]:
 def initial_weights(resolved: ResolvedRun, source: str | None) -> dict[str, Tensor] | None:
     """Return the task's weights at the start of a run, or of a fork of the run in folder `source`; None draws them."""
     if resolved.initial:
-        return resolved.initial.task_state
+        return resolved.initial.task_state(resolved.run)
     return last_weights(source) if source else None
 
 
 def save_weights(run: Run, run_dir: str, classes: Sequence[str], start: InitialWeights | None) -> SavedModel:
-    """Write the model folder: a network without decoder, a delta for partial fine-tuning, or a whole tokenizer."""
+    """Write the model folder: a network without decoder, a delta for partial fine-tuning, or a whole tokenizer.
+
+    Where a teacher is the result, write its student, too.
+    """
     is_delta = start is not None and isinstance(run.task, Finetune) and run.task.save_delta and run.task.mode != "full"
     url, weights = storage.join(run_dir, "model"), last_weights(run_dir)
     storage.remove(url)
+    if run.task.traits.network != "vit":
+        student = storage.join(run_dir, STUDENT)
+        storage.remove(student)
+        _save(student, run, weights, classes, module="vit")
     return _save(url, run, weights, classes, start.url if start and is_delta else None)
 
 
@@ -114,16 +123,22 @@ def _weights_at(run_dir: str, step: int) -> dict[str, Tensor]:
 
 
 def _save(
-    url: str, run: Run, weights: dict[str, Tensor], classes: Sequence[str], base: str | None = None
+    url: str,
+    run: Run,
+    weights: dict[str, Tensor],
+    classes: Sequence[str],
+    base: str | None = None,
+    module: str | None = None,
 ) -> SavedModel:
+    """Write the network of a task; `module` is another one than the task names."""
     if run.task.traits.saves == "tokenizer":
         tokenizer = VisualTokenizer(run)
         tokenizer.load_state_dict(weights)
         return save_tokenizer(url, tokenizer)
     vit = build_network(run.model)
-    if isinstance(run.task, Finetune):
+    if isinstance(run.task, Tuned) and run.weights:
         prepare(vit, run.task)
-    vit.load_state_dict({name.removeprefix("vit."): tensor for name, tensor in weights.items() if name[:4] == "vit."})
+    vit.load_state_dict(tensors_of(module or run.task.traits.network, weights))
     class_names = classes if run.model.num_classes is not None else None
     return save_model(url, run, vit, class_names, relative_to=base)
 
@@ -138,7 +153,7 @@ def _probe_run(run_dir: str, steps: Sequence[int], names: Sequence[str]) -> list
     images, device = read_probe_images(run, dataset, mask), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for step in steps:
-        weights = network_weights(checkpoints.read_checkpoint(run_dir, step).parts)
+        weights = network_weights(checkpoints.read_checkpoint(run_dir, step).parts, run.task.traits.network)
         values, place = probe_weights(run, weights, images, device), checkpoints.folder_of(run_dir, step)
         shown = [PROBES[name].headline for name in PROBES if PROBES[name].headline in values]
         print(" ".join([place, *(f" {name} {values[name]:.4f}" for name in shown)]), flush=True)

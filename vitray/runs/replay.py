@@ -40,7 +40,7 @@ from vitray.training.evaluator import autocast
 from vitray.training.learner import Learner, build_learner, restore, wrap_model
 from vitray.training.loop import drawn_patch, prepare_micro_batch, take_step
 from vitray.training.resolved import ResolvedRun
-from vitray.training.schedule import learning_rate, micro_batches, num_passes
+from vitray.training.schedule import Length, learning_rate, micro_batches, num_passes
 from vitray.training.state import TrainState
 
 DEFAULT_FOLDER = "replays"
@@ -176,7 +176,7 @@ def _replayed(
                 losses.append(take_step(run, number, batch, share, learner, resolved.length).tolist()[0])
             progress.add(1)
         batch = next(batches)
-        look = _look(run, last, batch, learner)
+        look = _look(run, last, batch, learner, resolved.length)
         loss, norm = take_step(run, last, batch, share, learner, resolved.length).tolist()
         progress.add(1)
     finally:
@@ -215,7 +215,7 @@ class Look(NamedTuple):
     """The names of the weights that are not finite."""
 
 
-def _look(run: Run, step: int, batch: DeviceBatch, learner: Learner) -> Look:
+def _look(run: Run, step: int, batch: DeviceBatch, learner: Learner, length: Length) -> Look:
     """Return the loss and the gradient norm of each image of a step, at the weights before it.
 
     Dropout and skipped branches are drawn alike for each image, and batch norms use their running averages.
@@ -225,6 +225,7 @@ def _look(run: Run, step: int, batch: DeviceBatch, learner: Learner) -> Look:
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm):
             module.eval()
     use_patch(task, drawn_patch(run, step))
+    task.before_step(step, length.epoch, length.total)
     parameters = [each for each in task.parameters() if each.requires_grad]
     seed = int(step_generator(run.seed, step, "torch 0").integers(2**63))
     looked = []
@@ -234,7 +235,7 @@ def _look(run: Run, step: int, batch: DeviceBatch, learner: Learner) -> Look:
         for place in range(len(inputs[0])):
             torch.manual_seed(seed)
             with autocast(run, batch.images.device):
-                loss = task(*(each[place : place + 1] for each in inputs))
+                loss = task(*_inputs_of_one(batch, inputs, part.start + place, place, run))
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             squares = [each.double().square().sum() for each in gradients if each is not None]
             norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
@@ -243,8 +244,17 @@ def _look(run: Run, step: int, batch: DeviceBatch, learner: Learner) -> Look:
     return Look(looked, broken)
 
 
+def _inputs_of_one(batch: DeviceBatch, inputs: Sequence[Any], row: int, place: int, run: Run) -> Sequence[Any]:
+    """Return what the task takes of one image, of a row of the batch: mixed with its partner where the run mixes."""
+    if run.classification:
+        return [each[place : place + 1] for each in inputs]
+    return batch.inputs(run.task.traits.needs, run.data.normalize, slice(row, row + 1))
+
+
 def _as_pixels(images_BCHW: Tensor, run: Run) -> np.ndarray:
-    """Return normalized images as pixels (BHWC, uint8)."""
+    """Return normalized images, or the first of several views, as pixels (BHWC, uint8)."""
+    if images_BCHW.ndim == 5:
+        images_BCHW = images_BCHW[:, 0]
     mean_C, std_C = (torch.tensor(values) for values in (run.data.normalize.mean, run.data.normalize.std))
     pixels_BHWC = images_BCHW.detach().float().cpu().permute(0, 2, 3, 1) * std_C + mean_C
     return pixels_BHWC.nan_to_num(0).mul(255).round().clamp(0, 255).to(torch.uint8).numpy()

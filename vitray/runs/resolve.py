@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from vitray.config import Run
 from vitray.config.classification import Finetune
 from vitray.config.evaluation import PROBE_TRAITS
 from vitray.config.pretraining import Beit, Masked
+from vitray.config.self_supervised import Lejepa, SelfDistillation, by_data
 from vitray.data.shards import holdout_mask, open_dataset
 from vitray.data.shards.checking import check_sizes
 from vitray.data.shards.manifest import MANIFEST, Dataset
@@ -62,6 +63,7 @@ def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
     run, initial, tokenizer = _open_weights(run, dataset)
     teacher = _open_teacher(run, dataset)
     images, val_images, mask = _split_images(run, dataset)
+    run = _completed_by_data(run, images)
     _check_settings(run, dataset, images)
     if not is_known:
         check_sizes(dataset, dict.fromkeys([run.data.train, run.data.evaluated or run.data.train]))
@@ -131,9 +133,10 @@ def resolve_schedule(run: Run, images: int) -> tuple[Length, Intervals]:
 
 def _open_weights(run: Run, dataset: Dataset) -> "tuple[Run, InitialWeights | None, TokenizerSource | None]":
     """Return the run completed by its initial weights and classes, these weights, and the tokenizer, if any."""
-    if isinstance(run.task, Finetune):
+    if run.weights is not None:
         from vitray.weights.pretrained import open_initial_weights  # imports torch, which takes seconds
 
+        assert isinstance(run.task, Finetune | Lejepa | SelfDistillation)
         return *open_initial_weights(run, run.task, dataset.classes), None
     if isinstance(run.task, Masked) and isinstance(run.task.objective, Beit):
         from vitray.weights.pretrained import open_tokenizer_source
@@ -142,6 +145,19 @@ def _open_weights(run: Run, dataset: Dataset) -> "tuple[Run, InitialWeights | No
     if run.task.kind == "supervised" and "num_classes" not in run.model.model_fields_set:
         run = run.replace({"model.num_classes": len(dataset.classes)})
     return run, None, None
+
+
+def _completed_by_data(run: Run, images: int) -> Run:
+    """Return the run with the views of its task, and with omitted settings that follow from the number of images."""
+    traits, changes = run.task.traits, dict[str, Any]()
+    if "views" in traits.needs and run.data.views is None:
+        changes["data.views"] = run.data.chosen_views.model_dump(mode="json")
+    if traits.by_data:
+        row = by_data(images)
+        changes |= {f"task.{name}": value for name, value in row.of_task().items() if getattr(run.task, name) is None}
+        if "duration" not in run.optim.model_fields_set:
+            changes["optim.duration"] = f"{row.epochs} epochs"
+    return run.replace(changes) if changes else run
 
 
 def _open_teacher(run: Run, dataset: Dataset) -> "TeacherSource | None":

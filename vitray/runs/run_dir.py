@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 from vitray.cluster import session
 from vitray.config import Run, load_run
-from vitray.config.classification import Finetune
 from vitray.data.shards import Dataset, open_dataset
 from vitray.errors import ConfigError, nearest
 from vitray.pages.notebook import facts_html
@@ -87,8 +86,10 @@ def open_run_dir(run_dir: str, name: str, resolved: ResolvedRun, owner: str, for
         storage.abort_uploads(run_dir)  # left by a killed writer
         meta["starts"] += 1
     else:
-        if fork and isinstance(resolved.run.task, Finetune):
-            raise ConfigError("--fork: task finetune starts from task.weights; expected one of the two")
+        if fork and resolved.run.weights is not None:
+            raise ConfigError(
+                f"--fork: task {resolved.run.task.kind} starts from task.weights; expected one of the two"
+            )
         if fork:
             _check_fork(_source(run_dir, name, fork), resolved)
         meta = {"uid": uuid.uuid4().hex, "starts": 1, "name": name, "forked_from": fork} | _identities(resolved)
@@ -182,7 +183,7 @@ def _check_same(run_dir: str, name: str, resolved: ResolvedRun, meta: dict[str, 
 
 def _use_of_weights(run_dir: str, name: str, run: Run) -> str:
     """Return the arguments by which a new run starts from the weights of this one."""
-    if not isinstance(run.task, Finetune):
+    if run.weights is None:
         return f"--fork {shlex.quote(name)}"
     if finished_outcome(run_dir):
         return shlex.quote(f"task.weights={run_dir}/model")

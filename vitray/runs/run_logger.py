@@ -38,6 +38,7 @@ from vitray.system import host_facts, storage
 from vitray.tracking.lineage import ModelScores
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.training import checkpoints, messages
+from vitray.training.data import training_spec
 from vitray.training.profiling import peak_flops
 from vitray.training.resolved import ResolvedRun
 from vitray.weights import SavedModel
@@ -314,8 +315,8 @@ class RunLogger:
                 self._log(messages.Note(cut_middle(text, LONGEST_NOTE)))
 
     def _draw_samples(self) -> None:
-        data, shape = self._run.data, self._run.model.image_shape
-        sheet = sample_sheet(self._resolved.dataset, data.train, data.augment, shape)
+        spec = training_spec(self._resolved, "cpu")
+        sheet = sample_sheet(self._resolved.dataset, spec.split, spec.kinds)
         self._tracker.figure("augmented.png", sheet)
 
     def _stop_thread(self) -> None:

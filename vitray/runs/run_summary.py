@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from vitray.config import Run
 from vitray.config.training import Data
+from vitray.data.augment.views import view_kinds
 from vitray.data.shards import Dataset
 from vitray.data.shares import share_sizes
 from vitray.errors import redact_uri
@@ -85,6 +86,15 @@ def _describe_augmentation(run: Run, placement: Placement) -> str:
     augment = run.data.augment
     place = "in decoding tasks" if augment.resolved(placement.use_gpu).on == "tasks" else "on the workers' device"
     chosen = ", chosen by data.augment.on=auto" if augment.on == "auto" else ""
+    if "views" in run.task.traits.needs:
+        views, shape = run.data.chosen_views, run.model.image_shape
+        kinds = view_kinds(views, shape, run.model.shape.patch, augment)
+        policies = [views.large.policy, *([views.small.policy] if views.small else [])]
+        texts = [
+            f"{kind.number} views of {kind.size[0]} px by {policy.kind}"
+            for kind, policy in zip(kinds, policies, strict=True)
+        ]
+        return f"{' and '.join(texts)}, {place}{chosen}"
     return f"{augment.crop.kind} crop, policy {augment.policy.kind}, {place}{chosen}"
 
 

@@ -15,11 +15,12 @@ from ray.tune.schedulers import (
     TrialScheduler,
 )
 
+from vitray.config.sections import in_steps
 from vitray.config.sweep import Asha, Distribution, Median, NoScheduler, Population
 from vitray.sweeps.population import Continuations
 from vitray.sweeps.space import Space
 from vitray.sweeps.trial_store import TrialStore
-from vitray.training.schedule import Length, in_steps
+from vitray.training.schedule import Length
 
 # The key of a result's share of its run, and the share of a whole run: integers, as ASHA's rungs must be met exactly.
 PROGRESS_KEY, FULL_RUN = "share", 10**6

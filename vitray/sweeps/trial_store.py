@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from vitray.config import Run
-from vitray.config.classification import Finetune
 from vitray.config.sweep import Cost
 from vitray.errors import ConfigError
 from vitray.models.sizes import Sizes, sizes_of
@@ -113,7 +112,7 @@ def read_outcome(run_dir: str) -> TrialOutcome | None:
 
 def read_sizes(run: Run, run_dir: str) -> Sizes | None:
     """Return the sizes of a trial's network; None before a fine-tuning has read its weights."""
-    if isinstance(run.task, Finetune):
+    if run.weights is not None:
         if not storage.exists(storage.join(run_dir, RUN_META)):
             return None
         run = stored_run(run_dir)

@@ -10,16 +10,19 @@ from torch.utils.checkpoint import checkpoint
 from vitray.config import Model, Run
 from vitray.config.classification import Finetune, Supervised
 from vitray.config.pretraining import Masked, Tokenizer
+from vitray.config.self_supervised import Lejepa, SelfDistillation
 from vitray.config.training import Recompute
 from vitray.errors import ConfigError
 from vitray.models.blocks import Block
 from vitray.models.products import Products
 from vitray.models.tokenizer import VisualTokenizer
+from vitray.tasks.lejepa import JointPrediction
 from vitray.tasks.masked import MaskedPrediction
+from vitray.tasks.self_distillation import SelfDistilled
 from vitray.tasks.supervised import Classification, Teacher
 from vitray.weights.freezing import prepare
 
-Task = Classification | MaskedPrediction | VisualTokenizer
+Task = Classification | MaskedPrediction | JointPrediction | SelfDistilled | VisualTokenizer
 
 
 def build_task(run: Run, tokenizer: VisualTokenizer | None = None, teacher: Teacher | None = None) -> Task:
@@ -37,6 +40,10 @@ def build_task(run: Run, tokenizer: VisualTokenizer | None = None, teacher: Teac
             return task
         case Masked():
             return MaskedPrediction(run, tokenizer)
+        case Lejepa():
+            return JointPrediction(run)
+        case SelfDistillation():
+            return SelfDistilled(run)
         case Tokenizer():
             return VisualTokenizer(run)
         case _:

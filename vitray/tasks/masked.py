@@ -82,6 +82,15 @@ class MaskedPrediction(nn.Module):
         masked_BCHW = mask_pixels(images_BCHW, mask_BN, self.patch)
         return torch.stack([images_BCHW, masked_BCHW, self.reconstruct(images_BCHW, mask_BN).to(images_BCHW)])
 
+    def before_step(self, step: int, epoch: int, total: int) -> None:
+        """Follow no schedule."""
+
+    def after_backward(self) -> None:
+        """Keep all gradients."""
+
+    def after_step(self) -> None:
+        """Change nothing but what the optimizer has."""
+
     def read_metrics(self, *, training: bool) -> dict[str, float]:
         """Return further numbers since the last call, in one mode: none."""
         del training

@@ -45,6 +45,15 @@ class Classification(nn.Module):
         taught_loss = distillation_loss(distilled_logits_BK, teacher_logits_BK, distill)
         return (1 - distill.weight) * label_loss + distill.weight * taught_loss
 
+    def before_step(self, step: int, epoch: int, total: int) -> None:
+        """Follow no schedule."""
+
+    def after_backward(self) -> None:
+        """Keep all gradients."""
+
+    def after_step(self) -> None:
+        """Change nothing but what the optimizer has."""
+
     def read_metrics(self, *, training: bool) -> dict[str, float]:
         """Return further numbers since the last call, in one mode: none."""
         del training

@@ -140,7 +140,7 @@ class Scorer:
             score = evaluate(self._forward, data, classes, device, precision, probability_of(run))
             score = score._replace(examples=self._examples and self._examples.look(task.vit))
         else:
-            score = evaluate_loss(task, run.task.traits.needs, data, device, precision, self._forward)
+            score = evaluate_loss(task, run.task.traits, data, device, precision, self._forward)
         val.check_corrupt(score.corrupt)
         return score
 

@@ -42,7 +42,7 @@ def build_learner(run: Run, host: Host) -> Learner:
     torch.manual_seed(run.seed)  # equal initial weights on every worker
     task = build_task(run, tokenizer and tokenizer.to(device), teacher and teacher.to(device)).to(device)
     if (initial := host.load("initial")) is not None:
-        task.load_state_dict(initial)
+        task.load_state_dict(task.state_dict() | dict(initial))  # a head beside the network keeps its new weights
     recompute_activations(task, run.compute.activation_checkpointing)
     if run.compute.channels_last:
         task.to(memory_format=torch.channels_last)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vitray.config import Run
 from vitray.data.augment.keyed_random import step_generator
-from vitray.data.augment.mixing import BatchRows, BatchSettings, DeviceBatch, normalized, prepare_batch
+from vitray.data.augment.mixing import BatchRows, BatchSettings, DeviceBatch, prepare_batch
 from vitray.data.stream.batches import Share
 from vitray.data.stream.decoding import read_rows
 from vitray.data.stream.prefetch import Prefetcher, all_reduce_max, new_broadcast
@@ -33,11 +33,19 @@ from vitray.training.evaluator import Evaluator, autocast, evaluation_message, l
 from vitray.training.host import Host, Notice
 from vitray.training.learner import Learner, build_learner, checkpoint_of, resume, rewind, wrap_model
 from vitray.training.messages import CheckpointSaved, Ending, Note, WorkerResult, WorkersStarted
-from vitray.training.optim import clip_gradients, set_learning_rate
+from vitray.training.optim import clip_gradients, set_learning_rate, set_weight_decay
 from vitray.training.prober import Prober, log_probes
 from vitray.training.profiling import measure_costs
 from vitray.training.resolved import ResolvedRun
-from vitray.training.schedule import CheckTimer, Length, Triggers, learning_rate, micro_batches, num_passes
+from vitray.training.schedule import (
+    CheckTimer,
+    Length,
+    Triggers,
+    learning_rate,
+    micro_batches,
+    num_passes,
+    weight_decay,
+)
 from vitray.training.state import TrainState
 
 # Seconds between two collectives of the workers while rank 0 waits at the end of a run.
@@ -378,9 +386,12 @@ def describe_broken_loss(worker: Worker, step: int, loss: float) -> str:
 def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Learner, length: Length) -> Tensor:
     """Take one optimizer step; return this worker's part of loss and gradient norm, still on the device."""
     set_learning_rate(learner.optimizer, learning_rate(run.optim, length, step))
+    if run.optim.weight_decay_end is not None:
+        set_weight_decay(learner.optimizer, weight_decay(run.optim, length, step))
     torch.manual_seed(int(step_generator(run.seed, step, f"torch {share.rank}").integers(2**63)))
     loss = torch.zeros((), device=batch.images.device)
     use_patch(learner.task, drawn_patch(run, step))
+    learner.task.before_step(step, length.epoch, length.total)
     parts = micro_batches(len(batch.images), num_passes(run, share.workers), run)
     for part in parts:
         inputs = prepare_micro_batch(batch, part, run, step)
@@ -395,8 +406,10 @@ def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Le
             part_loss.backward()
         loss += part_loss.detach() / share.workers
     use_patch(learner.task, None)
+    learner.task.after_backward()
     norm = clip_gradients(learner.task.parameters(), run.optim.clip)
     learner.optimizer.step()
+    learner.task.after_step()
     learner.optimizer.zero_grad(set_to_none=not run.compute.has_graphs)
     if learner.average is not None:
         learner.average.update(step)
@@ -412,7 +425,7 @@ def drawn_patch(run: Run, step: int) -> int | None:
 def prepare_micro_batch(batch: DeviceBatch, part: slice, run: Run, step: int) -> Sequence[Tensor]:
     """Return a slice of the batch as the inputs of the task: images, and what else it needs."""
     if not run.classification:  # without mixing or erasing
-        return [normalized(batch.images[part], run.data.normalize), *batch.extras(run.task.traits.needs, part)]
+        return batch.inputs(run.task.traits.needs, run.data.normalize, part)
     data = run.data
     settings = BatchSettings(data.augment, data.mix, data.normalize, run.model.num_classes or 0)
     rows = BatchRows(batch.positions[part] % run.optim.batch, run.optim.batch)

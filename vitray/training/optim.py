@@ -85,6 +85,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
+def set_weight_decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
+    """Set the weight decay of each group that decays."""
+    for group in optimizer.param_groups:
+        if group["weight_decay"]:
+            group["weight_decay"] = weight_decay
+
+
 @torch.no_grad()
 def match_layout(optimizer: torch.optim.Optimizer) -> None:
     """Give the optimizer's state tensors the memory layout of their parameters; values do not change.

@@ -42,6 +42,7 @@ class Prober:
 
     def __init__(self, run: Run, run_dir: str, host: Host) -> None:
         self._run_dir, self._host = run_dir, host
+        self._module = run.task.traits.network
         self._is_active = host.rank == 0 and run.evaluate.has_prober
         wanted = {"probes": run.evaluate.probes, "figures": run.evaluate.figures}
         self._names = " and ".join(name for name, chosen in wanted.items() if chosen)
@@ -51,7 +52,8 @@ class Prober:
         """Probe the current weights, or their average if there is one; the last step's probes are never left out."""
         if self._is_active:
             average = {"average": learner.average.state()} if learner.average else {}
-            self._start(step, network_weights({"model": learner.task.state_dict()} | average), is_needed=is_last)
+            weights = network_weights({"model": learner.task.state_dict()} | average, self._module)
+            self._start(step, weights, is_needed=is_last)
 
     def restart_pending(self, state: TrainState) -> None:
         """Restart the interrupted probes from their checkpoints; report those for which this is impossible."""
@@ -67,7 +69,7 @@ class Prober:
             except (ConfigError, OSError) as error:
                 self._note(f"the {self._names} of step {step:,} were lost with their checkpoint: {one_line(error)}")
                 continue
-            self._start(step, network_weights(parts), is_needed=True)
+            self._start(step, network_weights(parts, self._module), is_needed=True)
 
     def finished(self, *, wait: bool = False) -> Iterator[tuple[int, Probed]]:
         """Yield step and result of the probes that have finished since the last call, in order."""

@@ -108,11 +108,18 @@ def probe_weights(run: Run, weights: Mapping[str, Tensor], images: ProbeImages, 
     return counts | {name: value for name, value in values.items() if value is not None}
 
 
-def network_weights(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the ViT's tensors of a task's `model`, those of its `average` where the run averages, with LoRA merged."""
+def network_weights(parts: Mapping[str, Mapping[str, Tensor]], module: str = "vit") -> dict[str, Tensor]:
+    """Return the network's tensors of a task's `model`, with LoRA merged.
+
+    `module` is where the task has it. Where the run averages, they are those of its `average`.
+    """
     tensors = {**parts["model"], **parts.get("average", {})}  # frozen weights have no average
-    network = {name.removeprefix("vit."): tensor for name, tensor in tensors.items() if name.startswith("vit.")}
-    return merge_lora(network)
+    return merge_lora(tensors_of(module, tensors))
+
+
+def tensors_of(module: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a module of a task, by their names in it."""
+    return {name.removeprefix(f"{module}."): each for name, each in tensors.items() if name.startswith(f"{module}.")}
 
 
 def _choose_images(run: Run, split: str, total: int, mask: np.ndarray | None) -> np.ndarray:

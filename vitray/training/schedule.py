@@ -10,27 +10,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, assert_never
 
 from vitray.config import Run
-from vitray.config.sections import parse_duration
+from vitray.config.sections import in_steps, parse_duration
 from vitray.config.training import Constant, Cosine, Linear, Optim
 from vitray.data.shares import PAIR, share_sizes
 from vitray.errors import ConfigError
 
 # Seconds between two checks of the loss and for a stop request or a preemption notice, however rare the records are.
 CHECK_SECONDS = 2.0
-
-
-def in_steps(text: str, steps_per_epoch: int) -> int:
-    """Return a duration of epochs or steps in whole steps, rounded to the nearest."""
-    count, unit = parse_duration(text)
-    match unit:
-        case "epochs":
-            return round(count * steps_per_epoch)
-        case "steps":
-            return int(count)
-        case "minutes":
-            raise ValueError(f"got {text!r}, expected epochs or steps: minutes do not convert to steps")
-        case _:
-            assert_never(unit)
 
 
 def interval_steps(setting: str, text: str, steps_per_epoch: int) -> int:
@@ -91,6 +77,12 @@ def learning_rate(optim: Optim, length: Length, step: int) -> float:
             return optim.lr
         case _:
             assert_never(optim.schedule)
+
+
+def weight_decay(optim: Optim, length: Length, step: int) -> float:
+    """Return the weight decay of a step, counted from 0: half a cosine from its start to its end."""
+    start, end = optim.weight_decay, optim.weight_decay_end
+    return start if end is None else end + (start - end) * (1 + math.cos(math.pi * step / length.total)) / 2
 
 
 class Intervals(NamedTuple):

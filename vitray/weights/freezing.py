@@ -6,10 +6,14 @@ from typing import NamedTuple, get_args
 from torch import nn
 
 from vitray.config.classification import Finetune, Part
+from vitray.config.self_supervised import Lejepa, SelfDistillation
 from vitray.errors import ConfigError
 from vitray.models.adapters import add_lora
 from vitray.models.network import AnyNetwork
 from vitray.models.vit import ViT
+
+# A task that starts from given weights, of which it may train some.
+Tuned = Finetune | Lejepa | SelfDistillation
 
 
 def part_of(name: str) -> Part:
@@ -42,7 +46,7 @@ def parts_of(network: AnyNetwork) -> dict[str, Part]:
     return {name: part_of(name) for name, _ in network.named_parameters()}
 
 
-def prepare(vit: AnyNetwork, settings: Finetune) -> None:
+def prepare(vit: AnyNetwork, settings: Tuned) -> None:
     """Add what a fine-tuning adds to the network, and freeze every parameter except those that the settings train."""
     if isinstance(vit, ViT) and settings.mode == "lora":
         lora, width = settings.lora, vit.model.shape.size
@@ -54,15 +58,16 @@ def prepare(vit: AnyNetwork, settings: Finetune) -> None:
     freeze(vit, settings)
 
 
-def freeze(vit: AnyNetwork, settings: Finetune) -> None:
+def freeze(vit: AnyNetwork, settings: Tuned) -> None:
     """Freeze every parameter except those that the settings train."""
     parts = parts_of(vit)
-    if absent := [part for part in settings.also_train if part not in parts.values()]:
+    further = settings.also_train if isinstance(settings, Finetune) else ()
+    if absent := [part for part in further if part not in parts.values()]:
         raise ConfigError(
             f"task.also_train: got {', '.join(absent)}, expected parts that {vit.model.name} has with its settings"
         )
     trained = {name for name, part in parts.items() if part in settings.trained} | _trained_beside(vit, settings)
-    if settings.first_branch:
+    if isinstance(settings, Finetune) and settings.first_branch:
         trained -= {name for name in trained if parts[name] == "attn" and ".attn1." not in name}
     if not trained:
         raise ConfigError(
@@ -74,7 +79,7 @@ def freeze(vit: AnyNetwork, settings: Finetune) -> None:
     vit.train(vit.training)  # puts a newly frozen stem or batch norm into evaluation mode
 
 
-def _trained_beside(vit: AnyNetwork, settings: Finetune) -> set[str]:
+def _trained_beside(vit: AnyNetwork, settings: Tuned) -> set[str]:
     """The parameters that a mode trains besides whole parts."""
     if not isinstance(vit, ViT):
         return set()
@@ -86,7 +91,7 @@ def _trained_beside(vit: AnyNetwork, settings: Finetune) -> set[str]:
             return {
                 name for name in names if name.endswith(".bias") and not (has_statistics and part_of(name) == "stem")
             }
-        case "last":
+        case "last" if isinstance(settings, Finetune):
             depth = len(vit.blocks)
             if settings.levels > depth:
                 raise ConfigError(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitray.config import Model, Run
 from vitray.config.augmentation import Normalize
-from vitray.config.classification import Distillation, Finetune
+from vitray.config.classification import Distillation
 from vitray.config.pretraining import Beit
 from vitray.errors import ConfigError, nearest
 from vitray.models.network import AnyNetwork, build_network
@@ -19,7 +19,7 @@ from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import TwoHeads, ViT, build_head
 from vitray.weights import LoadedModel, identity_of, load_tokenizer, open_weights
 from vitray.weights.addresses import pin_uri
-from vitray.weights.freezing import Audit, audit, part_of, prepare
+from vitray.weights.freezing import Audit, Tuned, audit, part_of, prepare
 
 # Settings that define the function of a network. The others only affect execution or training, or are adapted.
 FUNCTION_SETTINGS = (
@@ -59,15 +59,16 @@ class InitialWeights(NamedTuple):
     adaptation: str
     """The changes to positions and head, for the log."""
 
-    @property
-    def task_state(self) -> dict[str, Tensor]:
-        """The tensors under the names of a task."""
-        return {f"vit.{name}": tensor for name, tensor in self.state.items()}
+    def task_state(self, run: Run) -> dict[str, Tensor]:
+        """Return the tensors by their names in a task; a teacher begins as its student does."""
+        modules = dict.fromkeys(("vit", run.task.traits.network))
+        return {f"{module}.{name}": tensor for module in modules for name, tensor in self.state.items()}
 
 
-def open_initial_weights(run: Run, task: Finetune, classes: Sequence[str]) -> tuple[Run, InitialWeights]:
+def open_initial_weights(run: Run, task: Tuned, classes: Sequence[str]) -> tuple[Run, InitialWeights]:
     """Return the run, completed with the settings of its initial weights, and those weights."""
     try:
+        assert task.weights is not None
         url = pin_uri(task.weights)
         loaded = open_weights(url, fallback=_stated(run))
     except ConfigError as error:

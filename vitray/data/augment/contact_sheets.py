@@ -10,8 +10,9 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
 
 from vitray.config.augmentation import Augment
 from vitray.config.parsing import flatten
-from vitray.data.augment.crops import ImageSize, augment_image
+from vitray.data.augment.crops import augment_image
 from vitray.data.augment.keyed_random import generator
+from vitray.data.augment.views import ViewKind
 
 CELL, GAP, MARGIN, CORNER = 144, 8, 24, 10
 PAPER, INK, PALE, FRAME, WRONG = "#fbfaf8", "#1f2430", "#8a8f9c", "#e7e4de", "#b4521e"
@@ -28,33 +29,39 @@ class Sample(NamedTuple):
     class_name: str
 
 
-def contact_sheet(
-    samples: Sequence[Sample], settings: Augment, size: ImageSize, copies: int = 8, seed: int = 0
-) -> bytes:
+def contact_sheet(samples: Sequence[Sample], kinds: Sequence[ViewKind], copies: int = 8, seed: int = 0) -> bytes:
     """Return a PNG with a row per sample: the original, then its views in the first `copies` epochs.
 
-    It shows neither erasing nor mixing: those apply to batches on the device.
+    Of several views of an image, it shows those of the first epoch. It shows neither erasing nor mixing: those apply to
+    batches on the device.
     """
+    views = [(kind, 0, epoch, "", f"epoch {epoch}") for kind in kinds if kind.number is None for epoch in range(copies)]
+    for number, kind in enumerate(kinds):
+        title = ("global", "local")[number]
+        views += [(kind, at, 0, f":{number}.{at}", f"{title} {at + 1}") for at in range(kind.number or 0)]
     small, medium = ImageFont.load_default(13), ImageFont.load_default(15)
     names = max((int(medium.getlength(_shortened(sample.class_name))) for sample in samples), default=0)
     left, top = MARGIN + names + 2 * GAP, MARGIN + 24
-    width = left + (copies + 1) * (CELL + GAP) + GAP + MARGIN
-    values = flatten(settings.model_dump(mode="json", exclude={"erase", "on"}), "")
-    overrides = (f"{path}={_formatted(value)}" for path, value in values)
-    caption = textwrap.wrap(f"{size[0]} x {size[1]}   " + "   ".join(overrides), width=(width - 2 * MARGIN) // 7)
+    width = left + (len(views) + 1) * (CELL + GAP) + GAP + MARGIN
+    caption = list[str]()
+    for kind in kinds:
+        values = flatten(kind.crop.model_dump(mode="json", exclude={"erase", "on"}), "")
+        overrides = "   ".join(f"{path}={_formatted(value)}" for path, value in values)
+        text = f"{kind.size[0]} x {kind.size[1]}   {overrides}"
+        caption += textwrap.wrap(text, width=(width - 2 * MARGIN) // 7)
     bottom = top + len(samples) * (CELL + GAP)
     sheet = Image.new("RGB", (width, bottom + GAP + 18 * len(caption) + MARGIN), PAPER)
     draw = ImageDraw.Draw(sheet)
-    for column in range(copies + 1):
-        title = "original" if column == 0 else f"epoch {column - 1}"
+    for column, title in enumerate(["original", *(title for *_, title in views)]):
         draw.text((_column(left, column) + CELL // 2, top - GAP), title, PALE, small, anchor="ms")
     for row, sample in enumerate(samples):
         y = top + row * (CELL + GAP)
         draw.text((left - 2 * GAP, y + CELL // 2), _shortened(sample.class_name), INK, medium, anchor="rm")
-        for column in range(copies + 1):
-            view_HWC = sample.image
-            if column:
-                view_HWC = augment_image(view_HWC, settings, size, generator(seed, column - 1, sample.key))
+        _place(sheet, sample.image, (_column(left, 0), y))
+        for column, (kind, at, epoch, name, _) in enumerate(views, start=1):
+            assert isinstance(kind.crop, Augment)
+            rng = generator(seed, epoch, sample.key, view=name)
+            view_HWC = augment_image(sample.image, kind.crop, kind.size, rng, view=at)
             _place(sheet, view_HWC, (_column(left, column), y))
     for line, text in enumerate(caption):
         draw.text((MARGIN, bottom + GAP + 18 * line), text, PALE, small)

@@ -6,6 +6,7 @@ Shapes: H rows, W columns, C colors.
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple, assert_never
 
 import numpy as np
@@ -35,32 +36,53 @@ class CroppedView(NamedTuple):
     operations: list[Operation]
 
 
-def decode_for_view(data: bytes, settings: Augment, size: ImageSize, rng: np.random.Generator) -> DecodedImage:
-    """Return the pixels that the view of an image needs by `settings.decode`.
+def decode_for_views(
+    data: bytes, views: Iterable[tuple[Augment | CenterCrop, ImageSize, np.random.Generator]]
+) -> DecodedImage:
+    """Return the pixels that all views of an image need, by `decode` of their settings.
 
-    `rng` is a second generator with the view's key: this call advances it.
+    The generators are further ones with the keys of the views: this call advances them.
     """
-    is_scaled = settings.decode == "scaled"
-    return decode_scaled(data, lambda whole: _reduction(whole, settings.crop, size, rng) if is_scaled else 1.0)
+
+    def reduction(whole: ImageSize) -> float:
+        return min(
+            _reduction(whole, settings.crop, size, rng)
+            if isinstance(settings, Augment) and settings.decode == "scaled"
+            else 1.0
+            for settings, size, rng in views
+        )
+
+    return decode_scaled(data, reduction)
 
 
 def crop_and_draw(
-    image_HWC: np.ndarray, settings: Augment, size: ImageSize, rng: np.random.Generator, whole: ImageSize | None = None
+    image_HWC: np.ndarray,
+    settings: Augment,
+    size: ImageSize,
+    rng: np.random.Generator,
+    whole: ImageSize | None = None,
+    view: int = 0,
 ) -> CroppedView:
     """Return a crop of `size` (height, width) and the draws after it; `rng` is `generator(seed, epoch, key, copy)`.
 
-    `whole` is the size of the image if its pixels are those of a smaller scale.
+    `whole` is the size of the image if its pixels are those of a smaller scale, `view` the number of the view among
+    those of the image.
     """
     view_HWC = _crop(image_HWC, settings.crop, size, rng, whole or (image_HWC.shape[0], image_HWC.shape[1]))
     is_flipped = rng.random() < settings.flip
-    return CroppedView(view_HWC, is_flipped, draw_operations(settings, (size[1], size[0]), rng))
+    return CroppedView(view_HWC, is_flipped, draw_operations(settings, (size[1], size[0]), rng, view))
 
 
 def augment_image(
-    image_HWC: np.ndarray, settings: Augment, size: ImageSize, rng: np.random.Generator, whole: ImageSize | None = None
+    image_HWC: np.ndarray,
+    settings: Augment,
+    size: ImageSize,
+    rng: np.random.Generator,
+    whole: ImageSize | None = None,
+    view: int = 0,
 ) -> np.ndarray:
     """Return a training view; the arguments are those of `crop_and_draw`."""
-    view_HWC, is_flipped, operations = crop_and_draw(image_HWC, settings, size, rng, whole)
+    view_HWC, is_flipped, operations = crop_and_draw(image_HWC, settings, size, rng, whole, view)
     if is_flipped:
         # torch reverses columns 20 times faster than numpy.
         view_HWC = torch.from_numpy(view_HWC).flip(1).numpy()

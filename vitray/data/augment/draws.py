@@ -13,6 +13,7 @@ import numpy as np
 from vitray.config.augmentation import (
     Augment,
     Color,
+    DinoColors,
     Interpolation,
     NoPolicy,
     Policy,
@@ -30,13 +31,13 @@ TORCHVISION = (*SHARED, "identity")
 THREE_AUGMENT = ("gray", "solarize", "blur")
 JITTER = ("brightness", "contrast", "color")
 # The code of an operation is its place here.
-OPERATIONS = ("identity", *TIMM, "gray", "blur")
+OPERATIONS = ("identity", *TIMM, "gray", "blur", "hue")
 # Amounts at the full scale, the same for both kinds of RandAugment.
 LARGEST = {"rotate": 30.0, "shear_x": 0.3, "shear_y": 0.3}
 
 
 class Operation(NamedTuple):
-    """An operation and its amount: degrees, pixels, bits, threshold, sigma or factor."""
+    """An operation and its amount: degrees, pixels, bits, threshold, sigma, factor or turn."""
 
     name: str
     amount: float = 0.0
@@ -54,12 +55,17 @@ class Draws(NamedTuple):
     fill: Color
 
 
-def draw_operations(settings: Augment, size: tuple[int, int], rng: np.random.Generator) -> list[Operation]:
-    """Return the operations of policy and jitter on a view of `size` (width, height), in order."""
-    return [*draw_policy(settings.policy, size, rng), *draw_jitter(settings.jitter, rng)]
+def draw_operations(
+    settings: Augment, size: tuple[int, int], rng: np.random.Generator, view: int = 0
+) -> list[Operation]:
+    """Return the operations of policy and jitter on a view of `size` (width, height), in order.
+
+    `view` is its number among those of an image.
+    """
+    return [*draw_policy(settings.policy, size, rng, view), *draw_jitter(settings.jitter, rng)]
 
 
-def draw_policy(policy: Policy, size: tuple[int, int], rng: np.random.Generator) -> list[Operation]:
+def draw_policy(policy: Policy, size: tuple[int, int], rng: np.random.Generator, view: int = 0) -> list[Operation]:
     """Return the operations that a policy draws for a view of `size` (width, height)."""
     match policy:
         case NoPolicy():
@@ -67,6 +73,8 @@ def draw_policy(policy: Policy, size: tuple[int, int], rng: np.random.Generator)
         case ThreeAugment():
             name = THREE_AUGMENT[rng.integers(3)]
             return [Operation(name, rng.uniform(0.1, 2.0) if name == "blur" else 128.0)]
+        case DinoColors():
+            return _draw_dino(policy, rng, view)
         case RandAugment():
             operations: list[Operation] = []
             for index in rng.integers(len(TIMM), size=policy.ops):
@@ -81,6 +89,23 @@ def draw_policy(policy: Policy, size: tuple[int, int], rng: np.random.Generator)
             return [Operation(name, torchvision_amount(name, level, size, _sign(rng))) for name in names]
         case _:
             assert_never(policy)
+
+
+def _draw_dino(policy: DinoColors, rng: np.random.Generator, view: int) -> list[Operation]:
+    operations: list[Operation] = []
+    if rng.random() < policy.jitter:
+        strengths = policy.brightness, policy.contrast, policy.saturation
+        factors = [rng.uniform(max(0.0, 1 - strength), 1 + strength) for strength in strengths]
+        jitter = [*zip(JITTER, factors, strict=True), ("hue", rng.uniform(-policy.hue, policy.hue))]
+        operations += [Operation(*jitter[index]) for index in rng.permutation(4)]
+    if rng.random() < policy.gray:
+        operations.append(Operation("gray"))
+    blur, solarize = (chances[min(view, len(chances) - 1)] for chances in (policy.blur, policy.solarize))
+    if rng.random() < blur:
+        operations.append(Operation("blur", rng.uniform(0.1, 2.0)))
+    if rng.random() < solarize:
+        operations.append(Operation("solarize", 128.0))
+    return operations
 
 
 def draw_jitter(strength: float, rng: np.random.Generator) -> list[Operation]:
@@ -137,27 +162,36 @@ def fill_color(policy: Policy) -> Color:
     return policy.fill if isinstance(policy, RandAugment | TorchvisionRandAugment) else (0, 0, 0)
 
 
-def draw_columns(settings: Augment, count: int) -> dict[str, np.ndarray]:
-    """Return the columns for the draws of `count` images, without flips or operations."""
-    policy = settings.policy
-    slots = policy.ops if isinstance(policy, RandAugment | TorchvisionRandAugment) else 1
+def draw_columns(settings: Augment, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Return the columns for the draws of images, or of the views of images, without flips or operations."""
+    match settings.policy:
+        case RandAugment(ops=ops) | TorchvisionRandAugment(ops=ops):
+            slots = ops
+        case DinoColors():
+            slots = len(JITTER) + 4  # hue, gray, blur and solarize
+        case _:
+            slots = 1
     slots += len(JITTER) if settings.jitter else 0
     return {
-        "flip": np.zeros(count, np.uint8),
-        "operation": np.zeros((count, slots), np.uint8),
-        "amount": np.zeros((count, slots), np.float64),
+        "flip": np.zeros(shape, np.uint8),
+        "operation": np.zeros((*shape, slots), np.uint8),
+        "amount": np.zeros((*shape, slots), np.float64),
     }
 
 
-def write_draws(columns: Mapping[str, np.ndarray], row: int, is_flipped: bool, operations: Sequence[Operation]) -> None:
-    """Write the draws of one image into its row of the columns."""
-    columns["flip"][row] = is_flipped
+def write_draws(
+    columns: Mapping[str, np.ndarray], place: tuple[int, ...], is_flipped: bool, operations: Sequence[Operation]
+) -> None:
+    """Write the draws of one image, or of a view of it, into its place in the columns."""
+    columns["flip"][place] = is_flipped
     for slot, (name, amount) in enumerate(operations):
-        columns["operation"][row, slot] = OPERATIONS.index(name)
-        columns["amount"][row, slot] = amount
+        columns["operation"][*place, slot] = OPERATIONS.index(name)
+        columns["amount"][*place, slot] = amount
 
 
 def read_draws(columns: Mapping[str, np.ndarray], settings: Augment) -> Draws:
-    """Return the draws that some columns hold."""
-    numbers = columns["flip"].astype(bool), columns["operation"], columns["amount"]
-    return Draws(*numbers, settings.crop.interpolation, fill_color(settings.policy))
+    """Return the draws that some columns hold; those of views follow each other, image after image."""
+    slots = columns["operation"].shape[-1]
+    codes, amounts = (columns[name].reshape(-1, slots) for name in ("operation", "amount"))
+    is_flipped = columns["flip"].reshape(-1).astype(bool)
+    return Draws(is_flipped, codes, amounts, settings.crop.interpolation, fill_color(settings.policy))

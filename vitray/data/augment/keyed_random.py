@@ -5,9 +5,9 @@ from hashlib import blake2b
 import numpy as np
 
 
-def generator(seed: int, epoch: int, key: str, copy: int = 0) -> np.random.Generator:
-    """Return the generator for one copy of one image in one epoch."""
-    return _keyed(f"image {seed} {epoch} {copy} {key}")
+def generator(seed: int, epoch: int, key: str, copy: int = 0, view: str = "") -> np.random.Generator:
+    """Return the generator for one copy of one image in one epoch, or for one of several views of that copy."""
+    return _keyed(f"image {seed} {epoch} {copy}{view} {key}")
 
 
 def step_generator(seed: int, step: int, purpose: str) -> np.random.Generator:

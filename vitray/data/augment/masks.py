@@ -9,6 +9,7 @@ from typing import assert_never
 import numpy as np
 
 from vitray.config.pretraining import BlockMask, Mask, RandomMask, predicted_patches
+from vitray.config.self_supervised import PatchMask
 from vitray.data.augment.keyed_random import raw_draws
 
 Grid = tuple[int, int]
@@ -36,6 +37,21 @@ def draw_sources(mask: Mask, grid: Grid, seed: int, epoch: int | None, positions
             return np.where(_draw_blocks(keys, mask, grid, predicted_patches(mask, patches)), HIDDEN, VISIBLE)
         case _:
             assert_never(mask)
+
+
+def draw_view_masks(
+    mask: PatchMask, grid: Grid, seed: int, epoch: int | None, positions: Sequence[int], views: int
+) -> np.ndarray:
+    """Return whether each patch of each global view is hidden (BVN), as a function of (seed, epoch, position, view)."""
+    keys = [f"mask {seed} {epoch} {position} {view}" for position in positions for view in range(views)]
+    hidden = np.zeros((len(keys), grid[0] * grid[1]), bool)
+    if keys:
+        share_K2 = _shares(_draws([f"{key} ratio" for key in keys], 2))
+        low, high = mask.ratio
+        ratio_K = np.where(share_K2[:, 0] < mask.chance, low + (high - low) * share_K2[:, 1], 0.0)
+        rectangles = BlockMask(min_patches=mask.min_patches)
+        hidden = _draw_blocks(keys, rectangles, grid, np.floor(ratio_K * hidden.shape[1]).astype(np.int64))
+    return hidden.reshape(len(positions), views, grid[0] * grid[1])
 
 
 def _draws(keys: Sequence[str], numbers: int) -> np.ndarray:
@@ -69,8 +85,11 @@ def _draw_patches(keys: Sequence[str], mask: RandomMask, patches: int, predicted
 # ---- rectangles ------------------------------------------------------------------------------------------------------
 
 
-def _draw_blocks(keys: Sequence[str], mask: BlockMask, grid: Grid, predicted: int) -> np.ndarray:
-    """Return whether each patch is hidden (BN); all images draw their next rectangle at the same time."""
+def _draw_blocks(keys: Sequence[str], mask: BlockMask, grid: Grid, predicted: int | np.ndarray) -> np.ndarray:
+    """Return whether each patch is hidden (BN); all images draw their next rectangle at the same time.
+
+    `predicted` is the number of hidden patches, of all images or of each.
+    """
     hidden_BN = np.zeros((len(keys), grid[0] * grid[1]), bool)
     missing_B = np.full(len(keys), predicted)
     order_8N = cutting_orders(grid)

@@ -12,7 +12,7 @@ Shapes: B rows, H x W pixels, C colors, K classes, G rows of the global batch, E
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,16 +31,32 @@ class DeviceBatch(NamedTuple):
     """One worker's part of one step; its tensors are on the device."""
 
     images: Tensor
-    """uint8, BHWC."""
+    """uint8, BHWC; BVHWC, the global views, for tasks that take several."""
     labels: Tensor
     positions: np.ndarray
     rows: np.ndarray
     masks: Tensor | None = None
-    """The mask of each image (BN), for tasks that need one."""
+    """The mask of each image (BN) or global view (BVN), for tasks that need one."""
+    views: Tensor | None = None
+    """uint8, BVHWC: the local views, for tasks that take several."""
 
-    def extras(self, needs: Sequence[Need], part: slice = slice(None)) -> list[Tensor]:
-        """Return what a task needs beside the images, of a part of them."""
-        return [getattr(self, need)[part] for need in needs]
+    hidden: np.ndarray | None = None
+    """The number of hidden patches of all views of an image: on the host, which would wait for the device to count."""
+
+    def inputs(self, needs: Sequence[Need], normalize: Normalize, part: slice = slice(None)) -> list[Any]:
+        """Return the normalized images, and what else a task without labels needs, of a part of the batch."""
+        found: list[Any] = [normalized(self.images[part], normalize)]
+        for need in needs:
+            match need:
+                case "labels" | "masks":
+                    found.append(getattr(self, need)[part])
+                case "views":
+                    none = self.images.new_empty((len(self.images), 0, 0, 0, 3))
+                    found.append(normalized((none if self.views is None else self.views)[part], normalize))
+                case "hidden":
+                    assert self.hidden is not None
+                    found.append(int(self.hidden[part].sum()))
+        return found
 
 
 class BatchSettings(NamedTuple):
@@ -90,7 +106,9 @@ def prepare_batch(
 
 
 def normalized(images_BHWC: Tensor, normalize: Normalize) -> Tensor:
-    """Return uint8 images as normalized floats (BCHW, channels last in memory)."""
+    """Return uint8 images as normalized floats (BCHW, channels last in memory); of views (BVHWC), as BVCHW."""
+    if images_BHWC.ndim == 5:
+        return normalized(images_BHWC.flatten(0, 1), normalize).unflatten(0, images_BHWC.shape[:2])
     mean_C11, std_C11 = (_per_channel(values, images_BHWC.device) for values in (normalize.mean, normalize.std))
     floats_BCHW = images_BHWC.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.channels_last)
     return floats_BCHW.sub_(mean_C11).div_(std_C11)

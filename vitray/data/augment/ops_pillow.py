@@ -34,7 +34,7 @@ def apply_operations(
 
 
 def operate(image: Any, operation: str, amount: float, interpolation: Interpolation, fill: Color) -> Image.Image:
-    """Apply one operation; `amount` is its degrees, pixels, bits, threshold, sigma or factor."""
+    """Apply one operation; `amount` is its degrees, pixels, bits, threshold, sigma, factor or turn."""
     mode = InterpolationMode(interpolation)
     match operation:
         case "identity":
@@ -60,6 +60,8 @@ def operate(image: Any, operation: str, amount: float, interpolation: Interpolat
             return image.filter(ImageFilter.GaussianBlur(amount))
         case "color" | "contrast" | "brightness" | "sharpness":
             return ADJUSTMENTS[operation](image, amount)
+        case "hue":
+            return TF.adjust_hue(image, amount)
         case "rotate":
             return TF.rotate(image, amount, mode, fill=list(fill))
         case "translate_x" | "translate_y" | "shear_x" | "shear_y":

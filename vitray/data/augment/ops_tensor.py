@@ -71,6 +71,8 @@ def _operate(
             return gray(images_BHWC).to(torch.uint8)[..., None].expand_as(images_BHWC)
         case "blur":
             return blur(images_BHWC, amounts)
+        case "hue":
+            return turn_hues(images_BHWC, amounts)
         case "color" | "contrast" | "sharpness":
             factor_B = to_device(torch.from_numpy(np.array(amounts, np.float32)), device)
             if kind == "contrast":
@@ -164,6 +166,41 @@ def smooth(images_BHWC: Tensor) -> Tensor:
     # Thirteenths are never halfway between two levels.
     smooth_BHWC[inner] = (2 * total + 13).div(26, rounding_mode="floor")
     return smooth_BHWC
+
+
+# Of value, p, q and t, which are the red, green and blue of each sixth of the hues.
+SIXTHS = ((0, 3, 1), (2, 0, 1), (1, 0, 3), (1, 2, 0), (3, 1, 0), (0, 1, 2))
+
+
+def turn_hues(images_BHWC: Tensor, turns: list[float]) -> Tensor:
+    """Return the images with their hues turned, by way of Pillow's HSV in bytes."""
+    red, green, blue = images_BHWC.to(torch.int32).unbind(3)
+    value, lowest = images_BHWC.amax(3).to(torch.int32), images_BHWC.amin(3).to(torch.int32)
+    # Single and double precision where Pillow has them. A gray pixel has saturation 0, so that its hue has no effect.
+    span = (value - lowest).float()
+    far_red, far_green, far_blue = ((value - color).float() / span.clamp(min=1) for color in (red, green, blue))
+    sixths = torch.where(
+        red == value,
+        far_blue - far_green,
+        torch.where(
+            green == value,
+            (2.0 + far_red.double() - far_blue.double()).float(),
+            (4.0 + far_green.double() - far_red.double()).float(),
+        ),
+    )
+    hue = ((sixths.double() / 6.0 + 1.0).fmod(1.0).float().double() * 255.0).to(torch.int32)
+    saturation = ((span / value.clamp(min=1).float()).double() * 255.0).to(torch.int32)
+    turns_B = np.array([int(turn * 255) for turn in turns], np.int32)
+    hue = (hue + to_device(torch.from_numpy(turns_B), hue.device)[:, None, None]) & 255
+    place = hue.double() * 6.0 / 255.0
+    sixth = place.floor()
+    part, share, value = (place - sixth).float(), (saturation.double() / 255.0).float(), value.double()
+    p = value * (1.0 - share.double())
+    q = value * (1.0 - (share * part).double())
+    t = value * (1.0 - share.double() * (1.0 - part.double()))
+    rounded = (torch.stack([value, p, q, t], 3) + 0.5).floor().to(torch.uint8)
+    sources = to_device(torch.tensor(SIXTHS), hue.device)
+    return rounded.gather(3, sources[sixth.long() % 6])
 
 
 # ---- blur ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitray.config.augmentation import CenterCrop
+from vitray.config.augmentation import Augment, CenterCrop, RandomResizedCrop
+from vitray.config.views import Views
 from vitray.data.augment.decode import UndecodableImage, decode_image
 
 
@@ -23,6 +24,43 @@ class View(NamedTuple):
         from vitray.data.augment.crops import crop_center  # imports torch, and not all processes with views have it
 
         return crop_center(image_HWC, self.crop, self.size)
+
+
+class ViewKind(NamedTuple):
+    """Views of one kind of each image."""
+
+    size: tuple[int, int]
+    crop: Augment | CenterCrop
+    number: int | None = None
+    """None: one view, without an axis of views."""
+
+    @property
+    def views(self) -> int:
+        """The number of views of an image."""
+        return 1 if self.number is None else self.number
+
+
+def view_kinds(views: Views, shape: tuple[int, int], patch: int, general: Augment) -> tuple[ViewKind, ...]:
+    """Return the global and the local views of images of a shape.
+
+    Where they are augmented, and how images are decoded, is as `general` has it.
+    """
+    kinds = [(views.large, views.large_size(shape)), (views.small, views.small_size(shape, patch))]
+    return tuple(
+        ViewKind(
+            size,
+            Augment(
+                crop=RandomResizedCrop(scale=kind.scale),
+                flip=kind.flip,
+                policy=kind.policy,
+                decode=general.decode,
+                on=general.on,
+            ),
+            kind.count,
+        )
+        for kind, size in kinds
+        if kind is not None
+    )
 
 
 def decode_views(

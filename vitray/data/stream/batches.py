@@ -1,5 +1,6 @@
 """The settings of a stream, and what a worker gets from it; loads no platform."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from vitray.config.augmentation import Augment, CenterCrop
 from vitray.data.augment.draws import Draws
+from vitray.data.augment.views import ViewKind
 
 
 def _unchanged(value: Any) -> Any:
@@ -26,17 +28,21 @@ class HostBatch(NamedTuple):
     """One worker's part of one step, on the host."""
 
     images: np.ndarray
-    """uint8, BHWC."""
+    """uint8, BHWC; BVHWC, the global views, in a stream of several views."""
     labels: np.ndarray
     positions: np.ndarray
     """In the epoch, or in the stored order of an evaluation; a step starts at step * global batch."""
     rows: np.ndarray
     """Row numbers of the images in the stored order of the split; padding of an evaluation's last step has none."""
     epoch: int
-    draws: Draws | None = None
-    """The augmentation to apply on the device; None if the images have it."""
+    draws: tuple[Draws, ...] = ()
+    """The augmentation to apply on the device, of each kind of views; empty if the images have it."""
     masks: np.ndarray | None = None
-    """The mask of each image (BN), for tasks that need one."""
+    """The mask of each image (BN) or global view (BVN), for tasks that need one."""
+    hidden: np.ndarray | None = None
+    """The number of hidden patches of all views of an image, where it differs between images."""
+    views: np.ndarray | None = None
+    """The local views (BVHWC), in a stream of several views."""
 
 
 class StreamSpec(NamedTuple):
@@ -63,3 +69,15 @@ class StreamSpec(NamedTuple):
     training speed (LOG)."""
     row_mask: np.ndarray | None = None
     """True for each row of the split to use; the other rows are neither read nor counted."""
+    views: tuple[ViewKind, ...] = ()
+    """Global and local views of each image, in place of one of `size` by `crop`."""
+
+    @property
+    def kinds(self) -> tuple[ViewKind, ...]:
+        """The kinds of views."""
+        return self.views or (ViewKind(self.size, self.crop),)
+
+    @property
+    def image_bytes(self) -> int:
+        """The bytes of all views of an image."""
+        return sum(3 * math.prod(kind.size) * kind.views for kind in self.kinds)

@@ -6,7 +6,7 @@ functions that need it import it: Ray Data's coordinator loads this module and d
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -20,6 +20,7 @@ from vitray.config.augmentation import Augment, CenterCrop
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.draws import draw_columns, write_draws
 from vitray.data.augment.keyed_random import generator
+from vitray.data.augment.views import ViewKind
 from vitray.data.shards.checking import check_shard
 from vitray.data.shards.manifest import Columns, Dataset, shard_errors
 from vitray.data.stream.epoch_order import EpochOrder
@@ -38,7 +39,8 @@ REMOTE_SHARDS = 2048
 CHECK_SECONDS = 60.0
 
 # Columns of decoded images: image (BHWC), label, row of the split, position in the epoch, and the row that was corrupt;
-# with `data.augment.on: device` also the draws (flip, operation, amount).
+# with `data.augment.on: device` also the draws (flip, operation, amount). Of several views, image and draws have a
+# second axis; those of the second kind are image1, flip1, operation1 and amount1.
 Images = dict[str, np.ndarray]
 # {row: (encoded image, label, key)}, and the same where some images are decoded already.
 EncodedRows = dict[int, tuple[bytes, int, str]]
@@ -96,23 +98,34 @@ class SplitRows(NamedTuple):
 
 
 class ViewSettings(NamedTuple):
-    """How an image becomes a view: an evaluation's crop, or an augmentation keyed by (seed, epoch, image, copy)."""
+    """How an image becomes its views: an evaluation's crop, or augmentations keyed by (seed, epoch, image, copy)."""
 
-    size: tuple[int, int]
-    crop: Augment | CenterCrop
+    kinds: tuple[ViewKind, ...]
     seed: int
     epoch: int
 
-    @property
-    def sent(self) -> Augment | None:
-        """The augmentation whose draws the worker gets beside crops; None if it gets finished views."""
-        return self.crop if isinstance(self.crop, Augment) and self.crop.on == "device" else None
+
+def sent_draws(kind: ViewKind) -> Augment | None:
+    """Return the augmentation whose draws the worker gets beside crops; None if it gets finished views."""
+    return kind.crop if isinstance(kind.crop, Augment) and kind.crop.on == "device" else None
 
 
-def empty_images(size: tuple[int, int], count: int = 0) -> Images:
-    """Return uninitialized columns."""
-    numbers = {name: np.empty(count, np.int64) for name in ("label", "row", "position", "corrupt")}
-    return {"image": np.empty((count, *size, 3), np.uint8), **numbers}
+def columns_of(images: Images, kind: int) -> Images:
+    """Return the image and the draws of a kind of views, by their names without its number."""
+    names = ("image", "flip", "operation", "amount")
+    return {name: images[f"{name}{kind or ''}"] for name in names if f"{name}{kind or ''}" in images}
+
+
+def empty_images(kinds: Sequence[ViewKind], count: int = 0) -> Images:
+    """Return columns whose images are uninitialized, and whose draws are none."""
+    images = {name: np.empty(count, np.int64) for name in ("label", "row", "position", "corrupt")}
+    for number, kind in enumerate(kinds):
+        shape = (count,) if kind.number is None else (count, kind.number)
+        columns = {"image": np.empty((*shape, *kind.size, 3), np.uint8)}
+        if sent := sent_draws(kind):
+            columns |= draw_columns(sent, shape)
+        images |= {f"{name}{number or ''}": column for name, column in columns.items()}
+    return images
 
 
 def locate_rows(dataset: Dataset, split: str) -> SplitRows:
@@ -155,15 +168,13 @@ def decode_positions(
     fetch = fetch or _fetch_rows
     stored = fetch(planned, rows)
     for positions, wanted, numbers in zip(parts, np.split(planned, ends), np.split(copies, ends), strict=True):
-        images = empty_images(view.size, len(positions)) | {"position": positions}
-        if view.sent:
-            images |= draw_columns(view.sent, len(positions))
+        images = empty_images(view.kinds, len(positions)) | {"position": positions}
         for index, position in enumerate(positions.tolist()):
             copy = int(numbers[index])
             for row in _candidates(int(wanted[index]), position, order):
                 content, label, key = stored.get(row) or fetch(np.array([row]), rows)[row]
                 with suppress(UndecodableImage):
-                    _write_view(images, index, content, key, view, copy)
+                    _write_views(images, index, content, key, view, copy)
                     images["row"][index], images["label"][index] = row, label
                     break
             else:
@@ -195,28 +206,38 @@ def _candidates(row: int, position: int, order: EpochOrder) -> Iterator[int]:
         yield int(order.at(np.array([at % order.images]))[0][0])
 
 
-def _write_view(
+def _write_views(
     images: Images, index: int, content: np.ndarray | bytes, key: str, view: ViewSettings, copy: int
 ) -> None:
-    """Write the view of an image, and any draws that the worker applies, into the columns."""
-    from vitray.data.augment.crops import augment_image, crop_and_draw, crop_center, decode_for_view
+    """Write the views of an image, which is decoded once, and any draws that the worker applies, into the columns."""
+    from vitray.data.augment.crops import augment_image, crop_and_draw, crop_center, decode_for_views
 
-    whole, crop = None, view.crop
+    # Each view of several has draws of its own, which do not change with the number of views.
+    places = [(number, at) for number, kind in enumerate(view.kinds) for at in range(kind.views)]
+
+    def random_of(kind: int, at: int) -> np.random.Generator:
+        name = "" if view.kinds[kind].number is None else f":{kind}.{at}"
+        return generator(view.seed, view.epoch, key, copy, name)
+
+    whole = None
     if isinstance(content, np.ndarray):
         image_HWC = content
-    elif isinstance(crop, Augment) and crop.decode == "scaled":
-        image_HWC, whole = decode_for_view(content, crop, view.size, generator(view.seed, view.epoch, key, copy))
+    elif isinstance(view.kinds[0].crop, Augment) and view.kinds[0].crop.decode == "scaled":
+        shown = ((view.kinds[kind].crop, view.kinds[kind].size, random_of(kind, at)) for kind, at in places)
+        image_HWC, whole = decode_for_views(content, shown)
     else:
         image_HWC = decode_image(content)
-    if isinstance(crop, CenterCrop):
-        images["image"][index] = crop_center(image_HWC, crop, view.size)
-        return
-    rng = generator(view.seed, view.epoch, key, copy)
-    if view.sent:
-        images["image"][index], is_flipped, operations = crop_and_draw(image_HWC, view.sent, view.size, rng, whole)
-        write_draws(images, index, is_flipped, operations)
-    else:
-        images["image"][index] = augment_image(image_HWC, crop, view.size, rng, whole)
+    for kind, at in places:
+        size, crop, number = view.kinds[kind]
+        columns, place = columns_of(images, kind), (index,) if number is None else (index, at)
+        if isinstance(crop, CenterCrop):
+            columns["image"][place] = crop_center(image_HWC, crop, size)
+        elif crop.on == "device":
+            crop_HWC, is_flipped, operations = crop_and_draw(image_HWC, crop, size, random_of(kind, at), whole, at)
+            columns["image"][place] = crop_HWC
+            write_draws(columns, place, is_flipped, operations)
+        else:
+            columns["image"][place] = augment_image(image_HWC, crop, size, random_of(kind, at), whole, at)
 
 
 def _fetch_rows(numbers: np.ndarray, rows: SplitRows) -> StoredRows:

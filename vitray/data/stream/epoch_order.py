@@ -225,9 +225,8 @@ class Cut(NamedTuple):
     """The most rows that all workers together may hold while they wait for a step's last block."""
 
     @staticmethod
-    def fitting(size: tuple[int, int], memory: int, batch: int, workers: int, repeats: int = 1) -> "Cut":
-        """Return how to cut images of a size so that an object store of this memory holds several pieces."""
-        image = size[0] * size[1] * 3
+    def fitting(image: int, memory: int, batch: int, workers: int, repeats: int = 1) -> "Cut":
+        """Return how to cut images of so many bytes so that an object store of this memory holds several pieces."""
         rows = ROWS
         while rows > 1 and rows * image > min(PIECE_BYTES, memory // 8):
             rows //= 2

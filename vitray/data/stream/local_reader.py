@@ -89,7 +89,7 @@ class LocalReader:
                     future.cancel()
 
     def _taken(self, steps: list[np.ndarray], futures: list[Future[Images]]) -> Iterator[Images]:
-        images = joined([future.result() for future in futures] or [empty_images(self._stream.spec.size)])
+        images = joined([future.result() for future in futures] or [empty_images(self._stream.spec.kinds)])
         if not np.array_equal(images["position"], np.concatenate(steps)):
             raise RuntimeError(f"got positions {images['position']}, planned {np.concatenate(steps)}")
         at = 0

@@ -56,8 +56,9 @@ class Prefetcher:
             # The computing stream waits for the copy, not this thread; until then the memory is not reused.
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)
-            for tensor in (batch.images, batch.labels, *([] if batch.masks is None else [batch.masks])):
-                tensor.record_stream(current)
+            for tensor in (batch.images, batch.labels, batch.masks, batch.views):
+                if tensor is not None:
+                    tensor.record_stream(current)
         return batch
 
     def close(self) -> None:
@@ -95,21 +96,23 @@ class Prefetcher:
     def _to_device(self, batch: HostBatch) -> tuple[DeviceBatch, Any]:
         # torch keeps freed pinned memory until its copies are done, then reuses it for later batches.
         with torch.cuda.stream(self._copies):  # does nothing for None
-            images, labels, masks = (
+            images, labels, masks, views = (
                 None
                 if array is None
                 else _own_tensor(array, self._copies is not None).to(self._device, non_blocking=True)
-                for array in (batch.images, batch.labels, batch.masks)
+                for array in (batch.images, batch.labels, batch.masks, batch.views)
             )
             assert images is not None
             assert labels is not None
-            if batch.draws is not None:
+            if batch.draws:
                 # Imported here: torchvision takes seconds, and most runs augment in tasks.
                 from vitray.data.augment.ops_tensor import apply_draws
 
-                apply_draws(images, batch.draws)
+                for pixels, draws in zip((images, views), batch.draws, strict=False):
+                    assert pixels is not None
+                    apply_draws(pixels.flatten(0, -4), draws)
         copied = self._copies.record_event() if self._copies else None
-        return DeviceBatch(images, labels, batch.positions, batch.rows, masks), copied
+        return DeviceBatch(images, labels, batch.positions, batch.rows, masks, views, batch.hidden), copied
 
 
 # ---- what workers agree on -------------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ from pydantic import Field, model_validator
 
 from vitray.config.augmentation import Augment
 from vitray.config.sections import Section, Seed
+from vitray.config.views import Views
 from vitray.data.augment.contact_sheets import Sample, contact_sheet
 from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.data.augment.views import ViewKind, view_kinds
 from vitray.data.shards.manifest import Dataset, open_dataset
 from vitray.data.shards.options import read_settings
 from vitray.data.stream.decoding import locate_rows, read_rows
@@ -32,10 +34,13 @@ class PreviewSettings(Section):
     """Views of each image, one per epoch."""
     seed: Seed = 0
     augment: Augment = Augment()
+    views: Views | None = None
+    """Several views of each image, as tasks that compare them see it; null: one view in each epoch."""
 
     @model_validator(mode="after")
     def _sheet_fits_in_memory(self) -> Self:
-        if (pixels := self.size**2 * self.samples * (self.copies + 1)) > MOST_PIXELS:
+        columns = self.copies if self.views is None else self.views.large.count
+        if (pixels := self.size**2 * self.samples * (columns + 1)) > MOST_PIXELS:
             raise ValueError(
                 f"samples x copies at {self.size} px have {pixels:,} pixels, expected at most {MOST_PIXELS:,}"
             )
@@ -46,7 +51,10 @@ def write_preview(url: str, target: str, overrides: Sequence[str]) -> dict[str, 
     """Write a contact sheet (PNG) of a dataset, and return its path and shape."""
     settings = read_settings(PreviewSettings, overrides, "look")
     size, shape = (settings.size, settings.size), (settings.samples, settings.copies)
-    sheet = sample_sheet(open_dataset(url), settings.split, settings.augment, size, shape, settings.seed)
+    kinds = (ViewKind(size, settings.augment),)
+    if settings.views is not None:
+        kinds = view_kinds(settings.views, size, 1, settings.augment)
+    sheet = sample_sheet(open_dataset(url), settings.split, kinds, shape, settings.seed)
     storage.write_bytes(target, sheet)
     return {"look": target, "samples": settings.samples, "copies": settings.copies}
 
@@ -54,8 +62,7 @@ def write_preview(url: str, target: str, overrides: Sequence[str]) -> dict[str, 
 def sample_sheet(
     dataset: Dataset,
     split: str,
-    augment: Augment,
-    size: tuple[int, int],
+    kinds: Sequence[ViewKind],
     shape: tuple[int, int] = (8, 7),
     seed: int = 0,
 ) -> bytes:
@@ -74,4 +81,4 @@ def sample_sheet(
             samples.append(Sample(decode_image(data), key, dataset.classes[label]))
     if not samples:
         raise ConfigError(f"{dataset.url}: none of {len(numbers)} images of split {split} can be decoded")
-    return contact_sheet(samples, augment, size, copies=shape[1], seed=seed)
+    return contact_sheet(samples, kinds, copies=shape[1], seed=seed)

@@ -5,8 +5,7 @@ pieces are planned (epoch_order.py): Ray neither drops nor moves an image, it de
 """
 
 import logging
-import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ import ray
 import ray.data
 from ray.data import DataIterator, ExecutionResources
 
+from vitray.data.augment.views import ViewKind
 from vitray.data.stream.batches import Share
 from vitray.data.stream.cache import decoded_split
 from vitray.data.stream.decoding import Images, decode_positions, empty_images, joined
@@ -67,7 +67,7 @@ class RayReader:
         try:
             for steps_now, after in zip_longest(executions, executions[1:]):
                 blocks = following.result() if following else self._open_training(steps_now, cut, share, hurried=True)
-                reader = BlockReader(blocks, spec.size)
+                reader = BlockReader(blocks, spec.kinds)
                 for step in steps_now:
                     if step == max(steps_now.start, steps_now.stop - ahead) and after:
                         following = opener.submit(self._open_training, after, cut, share)
@@ -98,9 +98,8 @@ class RayReader:
 
     def _bulk(self, cut: Cut) -> int:
         """Return the most steps of an execution in bulk: memory holds the blocks of three; 0 if it is not in bulk."""
-        image = math.prod(self._stream.spec.size) * 3
         return (
-            self._memory // 3 // (self._stream.spec.batch * image)
+            self._memory // 3 // (self._stream.spec.batch * self._stream.spec.image_bytes)
             if self._stream.spec.in_bulk and cut.workers == 1
             else 0
         )
@@ -113,13 +112,13 @@ class RayReader:
                 self._execute(list(cut.pieces(0, 0, images)), cut, shuffled=False) if share.rank == 0 else None
             )
         # Contiguous pieces have a block for each worker, in the order of their ranks.
-        reader = BlockReader(_started(self._evaluation[share.rank]), spec.size)
+        reader = BlockReader(_started(self._evaluation[share.rank]), spec.kinds)
         for step in range(-(-images // spec.batch)):
             positions = positions_of(step, spec.batch, share.rank, share.workers)
             yield reader.take(0, positions[positions < images])
 
     def _cut(self, workers: int, repeats: int) -> Cut:
-        return Cut.fitting(self._stream.spec.size, self._memory, self._stream.spec.batch, workers, repeats)
+        return Cut.fitting(self._stream.spec.image_bytes, self._memory, self._stream.spec.batch, workers, repeats)
 
     @property
     def _memory(self) -> int:
@@ -174,8 +173,8 @@ class RayReader:
 class BlockReader:
     """A worker's blocks, regrouped to the positions of its steps."""
 
-    def __init__(self, blocks: Iterator[Images], size: tuple[int, int]) -> None:
-        self._blocks, self._size = blocks, size
+    def __init__(self, blocks: Iterator[Images], kinds: Sequence[ViewKind]) -> None:
+        self._blocks, self._kinds = blocks, kinds
         self._epoch = 0
         # Blocks of one epoch that are not used up, whose positions ascend.
         self._open: list[Images] = []
@@ -196,7 +195,7 @@ class BlockReader:
             if count < len(block["position"]):
                 self._open.append({name: column[count:] for name, column in block.items()})
         self._open += waiting
-        images = joined(parts or [empty_images(self._size)])
+        images = joined(parts or [empty_images(self._kinds)])
         # Exactly the planned images, in order.
         if not np.array_equal(images["position"], positions):
             raise RuntimeError(f"epoch {epoch}: got positions {images['position']}, planned {positions}")

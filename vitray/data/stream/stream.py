@@ -11,7 +11,7 @@ import numpy as np
 from vitray.data.augment.draws import read_draws
 from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.batches import HostBatch, Share, StreamSpec
-from vitray.data.stream.decoding import Images, ViewSettings, locate_rows
+from vitray.data.stream.decoding import Images, ViewSettings, columns_of, locate_rows, sent_draws
 from vitray.data.stream.epoch_order import EpochOrder, positions_of
 from vitray.errors import ConfigError
 
@@ -62,8 +62,8 @@ class Stream:
         return EpochOrder(groups, used, (self.dataset.identity, self.spec.seed, epoch), self.spec.repeats)
 
     def view(self, epoch: int) -> ViewSettings:
-        """Return the settings of the views of an epoch."""
-        return ViewSettings(self.spec.size, self.spec.crop, self.spec.seed, epoch)
+        """Return the settings of the views of an epoch; an evaluation has those of epoch 0."""
+        return ViewSettings(self.spec.kinds, self.spec.seed, epoch)
 
     def train(self, start: int, end: int, share: Share) -> Iterator[HostBatch]:
         """Yield a worker's batches from one step of the run to another, across epochs."""
@@ -103,8 +103,9 @@ class Stream:
                 if name != "row"
             } | {"row": images["row"]}
         columns = images["image"], images["label"], images["position"], images["row"]
-        sent = self.view(epoch).sent
-        return HostBatch(*columns, epoch, read_draws(images, sent) if sent else None)
+        sent = [(number, sent_draws(kind)) for number, kind in enumerate(self.spec.kinds)]
+        draws = tuple(read_draws(columns_of(images, number), augment) for number, augment in sent if augment)
+        return HostBatch(*columns, epoch, draws, views=images.get("image1"))
 
     def _count_corrupt(self, corrupt: np.ndarray) -> None:
         for row in corrupt[corrupt >= 0]:
