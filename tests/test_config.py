@@ -57,9 +57,7 @@ BAD_OVERRIDES = [
     ("task=finetune", ["task.weights: got nothing, expected a vitray model folder"]),
     (
         "task.kind=finetun",
-        [
-            "task: got 'finetun', expected 'supervised', 'finetune', 'masked', 'lejepa', 'self_distillation', 'tokenizer'; did you mean fine"
-        ],
+        ["'masked', 'lejepa', 'self_distillation', 'tokenizer'; did you mean finetune?"],
     ),
     (
         "task=finetune task.weights=a task.mode=atn",

@@ -5,6 +5,7 @@ The references are transcribed from the papers and their pseudocode, with loops 
 
 import math
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_sets import write_network
+from image_sets import write_dataset, write_network
 from networks import scrambled
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,9 +24,12 @@ from vitray.config import Run, load_run
 from vitray.config.classification import TRAINED
 from vitray.errors import ConfigError
 from vitray.models.stems import synchronize_norms
+from vitray.runs.callback import Callback
+from vitray.runs.train import train
 from vitray.tasks.build import build_task
 from vitray.tasks.lejepa import JointPrediction, epps_pulley, wave_sums
 from vitray.tasks.self_distillation import SelfDistilled, dino_sum, sinkhorn
+from vitray.training import loop
 from vitray.training.optim import build_optimizer, parameter_groups
 from vitray.training.probes import tensors_of
 from vitray.weights import load_model
@@ -399,7 +403,7 @@ def work(rank: int, workers: int, port: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def workers(request, tmp_path_factory) -> tuple[int, Path]:
     folder = tmp_path_factory.mktemp("workers")
     with socket.socket() as free:
@@ -480,3 +484,44 @@ def test_bad_starts_get_one_message(changes, message):
     with pytest.raises(ConfigError) as error:
         load_run(None, LEJEPA | changes)
     assert message in str(error.value)
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings", [pytest.param(LEJEPA, marks=pytest.mark.slow), DISTILLED], ids=["lejepa", "self_distillation"]
+)
+def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, monkeypatch, settings):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlruns.db'}")
+    monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "home"))
+    write_dataset(tmp_path / "data", {"train": 40, "val": 13})
+    short = {"optim.duration": "8 steps", "optim.warmup": "2 steps", "checkpoint.every": "3 steps", "optim.batch": 8}
+    where = {"data.url": str(tmp_path / "data"), "compute.workers": 1, "compute.cpus": 1, "evaluate.every": "4 steps"}
+    run, scores = load_run(None, settings | short | where), []
+    whole = train(run, "whole", str(tmp_path / "runs"), here=True, callback=Callback(on_evaluation=note(scores)))
+    take_step, taken = loop.take_step, []
+
+    def fail(*arguments):
+        taken.append(arguments)
+        if len(taken) == 6:
+            raise KeyError("a fault of this machine")
+        return take_step(*arguments)
+
+    monkeypatch.setattr(loop, "take_step", fail)
+    with pytest.raises(KeyError):
+        train(run, "broken", str(tmp_path / "runs"), here=True)
+    monkeypatch.setattr(loop, "take_step", take_step)
+    resumed = train(run, "broken", str(tmp_path / "runs"), here=True)
+    folders = ("model", "student") if settings is DISTILLED else ("model",)
+    for folder in folders:
+        first, second = (load_model(f"{each.home}/{folder}").vit.state_dict() for each in (whole, resumed))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert (Path(whole.home) / "student").exists() == (settings is DISTILLED)
+    own = {"prediction", "normality"} if settings is LEJEPA else {"dino", "ibot", "koleo", "entropy", "prototypes_used"}
+    assert own | {"loss"} == {name.removeprefix("val/") for name in scores[-1] if name.startswith("val/")}
+    assert len(scores) == 2
+
+
+def note(scores: list) -> Callable[[int, dict[str, float]], None]:
+    return lambda _, values: scores.append(values)

@@ -60,7 +60,7 @@ from vitray.training.schedule import learning_rate, length_of
 RECIPES = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))
 IMAGENET = 1_281_167
 DEMOS = {"demo", "demo_distill", "demo_finetune", "demo_flexible", "demo_hybrid", "demo_masked", "demo_tokenizer"}
-DEMOS |= {"demo_torchvision"}
+DEMOS |= {"demo_self_distillation", "demo_torchvision"}
 CIFAR = {"cifar10_supervised", "cifar10_finetune", "cifar10_masked", "cifar10_tokenizer"}
 OURS = DEMOS | CIFAR | {"finetune"}  # recipes without a paper
 # Recipes that begin with the network of another one, whose command their header has too.

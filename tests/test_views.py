@@ -1,9 +1,12 @@
 """Several views of each image: decoded once, with draws of their own, the same on tasks and device, on any workers."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from test_augment import encoded, photo
+from test_layers import ROOT
 from test_stream import jpeg, on_workers, write
 
 from vitray.config import load_run
@@ -275,3 +278,14 @@ def test_other_tasks_have_no_views():
         load_run(None, ["data.views.local.count=3"])
     with pytest.raises(ConfigError, match=r"model\.positions relative are those of one grid, and local views have"):
         load_run(None, [*TASK, "model.class_token=false", "model.pool=mean", "model.positions=relative"])
+
+
+def test_the_page_has_the_table_of_settings_by_data():
+    rows = [row for row in (ROOT / "docs/pretraining.md").read_text().splitlines() if row.endswith(" epochs |")]
+    assert len(rows) == len(BY_DATA)
+    for text, row in zip(rows, BY_DATA, strict=True):
+        start, end = row.of_task()["teacher_temperature"]
+        most = "more" if math.isinf(row.images) else f"{row.images:,}"
+        temperature = f"{end:g}" if start == end else f"{start:g} to {end:g}"
+        cells = (most, f"{row.prototypes:,}", temperature, f"{row.momentum:g}", f"{row.epochs} epochs")
+        assert text == f"| {' | '.join(cells)} |"

@@ -124,7 +124,7 @@ def evaluate_loss(
         network = task if forward is None or real < len(batch.images) else forward
         with autocast:
             total += network(*inputs).double() * real
-            if pictures is None:
+            if pictures is None and not traits.joint:
                 pictures = task.pictures(*(each[:MAX_PICTURES] for each in inputs))
         images += real
     counted, corrupt, [loss] = _means(images, total, data)

@@ -95,10 +95,6 @@ class JointPrediction(nn.Module):
         self._sums[training] = torch.zeros(3, dtype=torch.float64)
         return {"prediction": prediction / passes, "normality": normality / passes} if passes else {}
 
-    def pictures(self, images_BVCHW: Tensor, views_BvChw: Tensor | None = None) -> None:
-        """Return no images for the log."""
-        del images_BVCHW, views_BvChw
-
     def count(self, products: Products) -> None:
         """Count the products of a training step for an image, over all its views."""
         views, model = self.views, self.vit.model

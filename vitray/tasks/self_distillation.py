@@ -255,10 +255,6 @@ class SelfDistilled(nn.Module):
             values["center_norm"] = float(self.center.norm())
         return values
 
-    def pictures(self, *inputs: Tensor) -> None:
-        """Return no images for the log."""
-        del inputs
-
     def count(self, products: Products) -> None:
         """Count the products of a training step for an image, over all its views; of masked patches, the mean."""
         task, model, views = self.settings, self.vit.model, self.views
