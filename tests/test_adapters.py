@@ -443,7 +443,7 @@ def test_a_run_starts_with_the_weights_and_with_additions_of_its_seed(tmp_path, 
     run = run_of(name, base)
     run, start = open_initial_weights(run, run.task, CLASSES)
     task = build_task(run)
-    task.load_state_dict(start.task_state)
+    task.load_state_dict(start.task_state(run))
     assert torch.equal(task.vit.eval()(images()), base_network()(images()))
     assert start.audit.trained == sum(EXPECTED[name].values())
     added = {key for key in start.state if part_of(key) in ("lora", "adapters")}

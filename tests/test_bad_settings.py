@@ -29,13 +29,20 @@ from vitray.weights.folder import save_tokenizer
 
 TINY = ["model.name=vit_u1x1_8", "model.image_size=32", "model.num_classes=3", "optim.batch=16"]
 TINY += ["optim.duration=3 epochs", "optim.warmup=1 epoch", "data.mix={mixup: 0.1}", "tracking.register_as=vit"]
+UNLABELED = ["data.mix={}", "model.num_classes=null"]
 NEEDS = {
     "task.kind=finetune": ["task.weights=base"],
-    "task.kind=masked": ["data.mix={}", "model.num_classes=null"],
-    "task.kind=tokenizer": ["data.mix={}", "model.num_classes=null"],
+    "task.kind=masked": UNLABELED,
+    "task.kind=lejepa": UNLABELED,
+    "task.kind=self_distillation": UNLABELED,
+    "task.kind=tokenizer": UNLABELED,
     "task.objective.kind=beit": ["task.objective.tokenizer=codes"],
 }
-BESIDE = {"task.distill.": "task.distill.teacher=base", "task.cosub.": "model.drop_path=0.1"}
+BESIDE = {
+    "task.distill.": ["task.distill.teacher=base"],
+    "task.cosub.": ["model.drop_path=0.1"],
+    "data.views": ["task.kind=lejepa", *UNLABELED],
+}
 DIGITS = "0" * 400
 VALUES = [
     "0", "-1", "1e-300", "1e300", f"1{DIGITS[:40]}", f"1{DIGITS}", ".nan", "-.inf", "''", "[]", "{}", "null",
@@ -96,7 +103,7 @@ def _merged(*groups):
 def test_every_bad_value_of_every_setting_is_refused_by_its_path_or_survives_a_dry_run(place):
     dataset, wrong, outcomes = open_dataset("data"), [], {"refused": 0, "planned": 0}
     for path, kinds in paths(Run):
-        beside = [setting for section, setting in BESIDE.items() if path.startswith(section)]
+        beside = [each for section, settings in BESIDE.items() if path.startswith(section) for each in settings]
         given = _merged(TINY, ["data.url=data"], kinds, *(NEEDS.get(kind, ()) for kind in kinds), beside)
         base = load_run(None, given)
         for value in VALUES:

@@ -63,10 +63,10 @@ class JointPrediction(nn.Module):
     def after_step(self) -> None:
         """Change nothing but what the optimizer has."""
 
-    def forward(self, images_BVCHW: Tensor, views_BvChw: Tensor | None = None) -> Tensor:
+    def forward(self, images_BVCHW: Tensor, views_BvChw: Tensor) -> Tensor:
         """Return the loss of the whole batch, the images of all workers."""
         features = [self.vit(images_BVCHW.flatten(0, 1))]
-        if views_BvChw is not None:
+        if views_BvChw.shape[1]:
             features.append(self.vit(views_BvChw.flatten(0, 1)))
         projected = self.head(torch.cat(features))
         with without_autocast(projected.device):
