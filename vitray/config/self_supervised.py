@@ -70,6 +70,11 @@ def check_start(task: "Lejepa | SelfDistillation") -> None:
         raise ValueError(f"task.lora.{task.lora.changed[0]} is about mode lora alone; got mode {task.mode}")
 
 
+def length_alone(task: "Lejepa | SelfDistillation") -> str:
+    """Return how long the head of a task learns alone."""
+    return task.head_first or ("1 epoch" if task.weights else "0 steps")
+
+
 class Lejepa(Section):
     """LeJEPA (Balestriero and LeCun, 2025): each view predicts the mean of the image's global views, and along random
     directions all projections together are normally distributed. No teacher."""
@@ -101,11 +106,6 @@ class Lejepa(Section):
     def hidden_width(self, width: int) -> int:
         """Return the width of the hidden layers for a network of a width."""
         return self.hidden or min(4 * width, 2048)
-
-    @property
-    def alone(self) -> str:
-        """How long the head learns alone."""
-        return self.head_first or ("1 epoch" if self.weights else "0 steps")
 
     @property
     def trained(self) -> frozenset[Part]:
@@ -249,11 +249,6 @@ class SelfDistillation(Section):
     def bottleneck_width(self, width: int) -> int:
         """Return the width of the head's output for a network of a width."""
         return self.bottleneck or min(width, 256)
-
-    @property
-    def alone(self) -> str:
-        """How long the head learns alone."""
-        return self.head_first or ("1 epoch" if self.weights else "0 steps")
 
     @property
     def trained(self) -> frozenset[Part]:

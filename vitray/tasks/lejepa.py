@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitray.config import Run
 from vitray.config.sections import in_steps
-from vitray.config.self_supervised import Lejepa
+from vitray.config.self_supervised import Lejepa, length_alone
 from vitray.data.augment.keyed_random import step_generator
 from vitray.data.augment.mixing import to_device
 from vitray.models.precision import at_least_float32, without_autocast
@@ -51,7 +51,7 @@ class JointPrediction(nn.Module):
     def before_step(self, step: int, epoch: int, total: int) -> None:
         """Draw the directions of a step, the same on every worker."""
         del total
-        self.holds_network = step < in_steps(self.settings.alone, epoch)
+        self.holds_network = step < in_steps(length_alone(self.settings), epoch)
         self._draw(self.directions, step, "directions")
 
     def after_backward(self) -> None:

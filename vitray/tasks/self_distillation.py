@@ -19,7 +19,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from vitray.config import Run
 from vitray.config.sections import in_steps
-from vitray.config.self_supervised import SelfDistillation, by_data
+from vitray.config.self_supervised import SelfDistillation, by_data, length_alone
 from vitray.models.positions import VisiblePatches
 from vitray.models.precision import at_least_float32, without_autocast
 from vitray.models.products import Products
@@ -82,7 +82,7 @@ class SelfDistilled(nn.Module):
         warmup = total / 10 if task.temperature_warmup is None else in_steps(task.temperature_warmup, epoch)
         self.temperature = start + (end - start) * min(1.0, step / max(warmup, 1))
         self.holds_prototypes = step < in_steps(task.freeze_prototypes, epoch)
-        self.holds_network = step < in_steps(task.alone, epoch)
+        self.holds_network = step < in_steps(length_alone(task), epoch)
 
     def after_backward(self) -> None:
         """Drop the gradients of what this step does not train."""

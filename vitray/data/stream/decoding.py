@@ -169,12 +169,13 @@ def decode_positions(
     stored = fetch(planned, rows)
     for positions, wanted, numbers in zip(parts, np.split(planned, ends), np.split(copies, ends), strict=True):
         images = empty_images(view.kinds, len(positions)) | {"position": positions}
+        columns = [columns_of(images, number) for number in range(len(view.kinds))]
         for index, position in enumerate(positions.tolist()):
             copy = int(numbers[index])
             for row in _candidates(int(wanted[index]), position, order):
                 content, label, key = stored.get(row) or fetch(np.array([row]), rows)[row]
                 with suppress(UndecodableImage):
-                    _write_views(images, index, content, key, view, copy)
+                    _write_views(columns, index, content, key, view, copy)
                     images["row"][index], images["label"][index] = row, label
                     break
             else:
@@ -207,9 +208,12 @@ def _candidates(row: int, position: int, order: EpochOrder) -> Iterator[int]:
 
 
 def _write_views(
-    images: Images, index: int, content: np.ndarray | bytes, key: str, view: ViewSettings, copy: int
+    columns: Sequence[Images], index: int, content: np.ndarray | bytes, key: str, view: ViewSettings, copy: int
 ) -> None:
-    """Write the views of an image, which is decoded once, and any draws that the worker applies, into the columns."""
+    """Write the views of an image, which is decoded once, and any draws that the worker applies.
+
+    `columns` are those of each kind of views.
+    """
     from vitray.data.augment.crops import augment_image, crop_and_draw, crop_center, decode_for_views
 
     # Each view of several has draws of its own, which do not change with the number of views.
@@ -229,15 +233,15 @@ def _write_views(
         image_HWC = decode_image(content)
     for kind, at in places:
         size, crop, number = view.kinds[kind]
-        columns, place = columns_of(images, kind), (index,) if number is None else (index, at)
+        own, place = columns[kind], (index,) if number is None else (index, at)
         if isinstance(crop, CenterCrop):
-            columns["image"][place] = crop_center(image_HWC, crop, size)
+            own["image"][place] = crop_center(image_HWC, crop, size)
         elif crop.on == "device":
             crop_HWC, is_flipped, operations = crop_and_draw(image_HWC, crop, size, random_of(kind, at), whole, at)
-            columns["image"][place] = crop_HWC
-            write_draws(columns, place, is_flipped, operations)
+            own["image"][place] = crop_HWC
+            write_draws(own, place, is_flipped, operations)
         else:
-            columns["image"][place] = augment_image(image_HWC, crop, size, random_of(kind, at), whole, at)
+            own["image"][place] = augment_image(image_HWC, crop, size, random_of(kind, at), whole, at)
 
 
 def _fetch_rows(numbers: np.ndarray, rows: SplitRows) -> StoredRows:
