@@ -1,9 +1,10 @@
 """python experiments/measure_step.py [--models ...]: a training step with each of our ways, and without it, in turns.
 
-Drop path leaves samples out, LayerScale is part of a branch's last weight, queries, keys and values are chunks. Each is
-replaced by the plain way; the ratio of both times is taken within rounds. The counts are of all operations that torch
-dispatches in a step, and of the bytes that those which are no products read and write. Then a step of LAMB alone,
-tensor by tensor and together. The time is that of all threads on a CPU.
+Drop path leaves samples out, LayerScale is part of a branch's last weight, queries, keys and values are chunks, and
+attention in bfloat16 on a CPU is spelled out. Each is replaced by the plain way; the ratio of both times is taken
+within rounds. The counts are of all operations that torch dispatches in a step, and of the bytes that those which are
+no products read and write. Then a step of LAMB alone, tensor by tensor and together. The time is that of all threads on
+a CPU.
 """
 
 import argparse
@@ -70,6 +71,7 @@ PLAIN: dict[str, Callable[[], Any]] = {
     "drop path": lambda: patch.object(blocks.Block, "_draw_kept", _all_samples),
     "LayerScale": lambda: patch.object(branches, "scaled_output", _scaled_activations),
     "qkv": lambda: patch.object(branches, "split_heads", _permuted),
+    "attention": lambda: patch.object(branches, "MOST_STORED", 0),
 }
 
 
@@ -85,10 +87,10 @@ def plainly(*ways: str) -> Iterator[None]:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def run_of(name: str, batch: int, image_size: int, rate: float, draw: str) -> Run:
+def run_of(name: str, batch: int, image_size: int, rate: float, draw: str, dtype: str) -> Run:
     """Return a run as in DeiT III: LAMB, LayerScale and drop path."""
     changes = {"model.layerscale": 1e-4, "model.drop_path": rate, "model.drop_path_draw": draw, "optim.rule": "lamb"}
-    return recipe(name, batch, image_size, "bf16" if torch.cuda.is_available() else "fp32", False).replace(changes)
+    return recipe(name, batch, image_size, dtype, False).replace(changes)
 
 
 def measure(calls: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> Iterator[list[str]]:
@@ -140,19 +142,20 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--rates", default="0.1,0.4")
     parser.add_argument("--draw", default="sample", choices=("sample", "share"))
+    parser.add_argument("--dtype", default="bf16" if torch.cuda.is_available() else "fp32", choices=("fp32", "bf16"))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"{circumstances(device)}; {options.image_size} px, batches of {options.batch}")
+    print(f"{circumstances(device)}; {options.dtype}, {options.image_size} px, batches of {options.batch}")
     print("\n| network | drop path | way | dispatches | GB | s | over the first |\n|---|---|---|---|---|---|---|")
     for name in options.models.split(","):
         for rate in map(float, options.rates.split(",")):
-            run = run_of(name, options.batch, options.image_size, rate, options.draw)
+            run = run_of(name, options.batch, options.image_size, rate, options.draw, options.dtype)
             step = training_step(run, random_batch(run, device))[1]
             calls = {"ours": step} | {f"plain {way}": with_plain(step, way) for way in PLAIN}
             for cells in measure(calls | {"all plain": with_plain(step, *PLAIN)}, options.rounds, device):
                 print(f"| {name} | {rate} | {' | '.join(cells)} |", flush=True)
-        run = run_of(name, options.batch, options.image_size, 0.0, options.draw)
+        run = run_of(name, options.batch, options.image_size, 0.0, options.draw, options.dtype)
         for cells in measure(lamb_steps(run, device), options.rounds, device):
             print(f"| {name} | | {' | '.join(cells)} |", flush=True)
 

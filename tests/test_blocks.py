@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from timm.models.vision_transformer import ParallelThingsBlock
 
 from vitray.models import blocks
 from vitray.models.blocks import Block, BlockSpec, is_fusing_faster
+from vitray.models.branches import MOST_STORED, attend
 
 WIDTH, HEADS = 32, 4
 
@@ -65,6 +67,24 @@ def slow_block(module: Block, x: torch.Tensor) -> torch.Tensor:
         image = image + sum(scaled(branch, attend(branch, image)) for branch in module.attentions)
         images.append(image + sum(scaled(branch, feed(branch, image)) for branch in module.feedforwards))
     return torch.stack(images)
+
+
+@pytest.mark.parametrize("count", [1, 40, MOST_STORED + 1])
+def test_attention_trained_in_bfloat16_is_exact_up_to_its_rounding(count):
+    """In training on a CPU its products are spelled out, as torch's own backward pass is slow there."""
+    drawn = torch.randn(4, 2, 3, count, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def outputs(function, dtype=torch.bfloat16):
+        q, k, v = (each.to(dtype).requires_grad_() for each in drawn[:3])
+        h = function(q, k, v)
+        h.backward(drawn[3].to(dtype))
+        return torch.stack([h.detach(), q.grad, k.grad, v.grad]).double()
+
+    exact = outputs(F.scaled_dot_product_attention, torch.float64)
+    own, torchs = (outputs(function) for function in (partial(attend, bias_BHNN=None), F.scaled_dot_product_attention))
+    errors = [(each - exact).flatten(1).norm(dim=1) / (exact.flatten(1).norm(dim=1) + 1e-9) for each in (own, torchs)]
+    assert max(errors[0]) < 2**-7, f"{errors}"
+    assert torch.equal(own, torchs) == (count > MOST_STORED)
 
 
 @pytest.mark.parametrize("execution", ["loop", "fused"])

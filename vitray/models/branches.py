@@ -24,6 +24,9 @@ Norm = nn.LayerNorm | nn.RMSNorm
 Axis = Literal["rows", "columns"]
 AXES: tuple[Axis, Axis] = ("rows", "columns")
 """The axes of a network's levels with axial attention, in turn."""
+# Tokens whose attention weights may be stored for the backward pass: beside the activations of a level with heads of 64
+# channels, those of 128 tokens take a third more.
+MOST_STORED = 128
 
 
 class BlockSpec(NamedTuple):
@@ -203,10 +206,24 @@ def attend(
 ) -> Tensor:
     """Return the values weighted by attention, BHNd: between all tokens, or along one axis of a grid of patches."""
     if axis is None:
+        if bias_BHNN is None and _trains_in_bfloat16_on_cpu(q_BHNd):
+            return _attend_by_products(q_BHNd, k_BHNd, v_BHNd)
         return F.scaled_dot_product_attention(q_BHNd, k_BHNd, v_BHNd, attn_mask=bias_BHNN)
     assert grid is not None, "axial attention needs the grid of its patches"
     q, k, v = (split_lines(each, axis, grid) for each in (q_BHNd, k_BHNd, v_BHNd))
     return join_lines(F.scaled_dot_product_attention(q, k, v), axis, grid)
+
+
+def _trains_in_bfloat16_on_cpu(q_BHNd: Tensor) -> bool:
+    """Whether torch's fused attention is slow here: its backward pass takes three times that of float32."""
+    is_short = q_BHNd.device.type == "cpu" and q_BHNd.shape[2] <= MOST_STORED
+    return is_short and q_BHNd.dtype == torch.bfloat16 and torch.is_grad_enabled() and q_BHNd.requires_grad
+
+
+def _attend_by_products(q_BHNd: Tensor, k_BHNd: Tensor, v_BHNd: Tensor) -> Tensor:
+    """Return attention with its weights stored, and their softmax in float32."""
+    logits_BHNN = (q_BHNd * q_BHNd.shape[3] ** -0.5) @ k_BHNd.mT
+    return logits_BHNN.softmax(dim=3, dtype=torch.float32).to(v_BHNd.dtype) @ v_BHNd
 
 
 def attention_weights(
