@@ -253,6 +253,42 @@ def test_networks_are_compared_on_the_same_images(place, tmp_path, capsys):
     assert page.count("data:image/jpeg") == 32 + min(12, pair["only_first"]) + min(12, pair["only_second"])
 
 
+def test_networks_are_compared_by_probes_too(place, tmp_path, capsys):
+    args = [place / "a", place / "b", place / "data", "--out", tmp_path, "--probes", "knn", "few_shot", "linear"]
+    result = verb(capsys, *args)
+    pairs, [first, second] = result["comparisons"], result["models"]
+    assert [pair["score"] for pair in pairs] == ["top1", "knn10", "few_shot5", "linear"]
+    for pair in pairs:
+        assert pair["difference"] == pytest.approx(first[pair["score"]] - second[pair["score"]])
+        assert min(1, pair["p_value"]) <= pair["p_corrected"] <= min(1, 4 * pair["p_value"])
+    assert result["verdict"].startswith("Is b better than a? ")
+    text, page = (tmp_path / name for name in ("results.json", "index.html"))
+    assert json.loads(text.read_text())["verdict"] == result["verdict"]
+    assert result["verdict"].split("?")[1] in page.read_text()
+
+
+def judged(**gains):
+    """The verdict on two networks of 1,000 images, {score: images that only the second, and only the first has}."""
+    first, second = {}, {}
+    for name, (more, less) in gains.items():
+        first[name], second[name] = np.ones(1000), np.ones(1000)
+        first[name][:more], second[name][more : more + less] = 0, 0
+    both = [SimpleNamespace(name=name, hits=hits, scored=None) for name, hits in (("old", first), ("new", second))]
+    return Evaluation(None, both, *compare(both), "").verdict()
+
+
+def test_a_verdict_says_whether_it_helped_or_how_many_images_would_tell():
+    assert judged(knn10=(80, 20), linear=(22, 20)) == ("Is new better than old? Yes: kNN, 10 neighbors +6.00 points.")
+    assert judged(knn10=(20, 80)) == "Is new better than old? No, it is worse: kNN, 10 neighbors -6.00 points."
+    both = judged(knn10=(80, 20), linear=(10, 90))
+    assert both == "Is new better than old? In part: kNN, 10 neighbors +6.00 points, linear probe -8.00 points."
+    assert judged(knn10=(3, 3)) == "Is new better than old? No: no score differs by a point or more."
+    unclear = judged(knn10=(35, 25), linear=(20, 22))
+    assert "These 1,000 images cannot tell: kNN, 10 neighbors +1.00 points is within chance; about 5," in unclear
+    # One image of two kinds: 60 of 1,000 differ; (z(0.0125) + z(0.8))^2 x 0.06 / 0.01^2, of two tests.
+    assert re.search(r"about 5,[5-8]\d\d images would tell such a difference, or one of a point,", unclear)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_scores_equal_those_of_training(place, tmp_path, precision):
     """The images go through the stream's decoding and the evaluator of training, in batches of another size."""

@@ -72,10 +72,13 @@ def test_scores_equal_a_loop_over_seeds_and_shots():
             assert len(rows) == 5 * shots
             assert np.array_equal(each.predictions, targets.argmax(1))
             assert each.hits == (targets.argmax(1) == test.labels).sum() == round(each.top1 * 80)
-    values = few_shot_scores(ProbeInputs(test, 5, train))
+    values, hits = few_shot_scores(ProbeInputs(test, 5, train))
     top1 = [each.top1 for each in scores[5]]
     assert values["few_shot25"] > values["few_shot1"]
     assert (values["few_shot5"], values["few_shot5_std"]) == pytest.approx((np.mean(top1), np.std(top1, ddof=1)))
+    assert hits.keys() == {"few_shot5"}
+    assert set(np.unique(3 * hits["few_shot5"]).round(9)) <= {0, 1, 2, 3}
+    assert hits["few_shot5"].mean() == pytest.approx(values["few_shot5"])
 
 
 def test_the_constants_are_the_published_ones():
@@ -85,8 +88,10 @@ def test_the_constants_are_the_published_ones():
 def test_the_order_of_test_images_changes_nothing():
     train, test = clusters(100), clusters(40, 1)
     order = np.random.default_rng(1).permutation(40)
-    one = few_shot_scores(ProbeInputs(test, 5, train))
-    assert one == few_shot_scores(ProbeInputs(Labeled(test.features[order], test.labels[order]), 5, train))
+    one, hits = few_shot_scores(ProbeInputs(test, 5, train))
+    other, others = few_shot_scores(ProbeInputs(Labeled(test.features[order], test.labels[order]), 5, train))
+    assert one == other
+    assert np.array_equal(hits["few_shot5"][order], others["few_shot5"])
 
 
 def test_absent_classes_small_classes_and_constant_features():

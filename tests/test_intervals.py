@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from vitray.metrics import intervals
-from vitray.metrics.intervals import agreement, bootstrap, compare_hits, wilson
+from vitray.metrics.intervals import agreement, bootstrap, compare_hits, corrected, holm, wilson
 
 
 @given(st.integers(1, 100_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), st.floats(0.5, 0.999))
@@ -100,6 +100,36 @@ def test_a_comparison_says_plainly_whether_the_difference_is_significant():
     assert clear.significant
     assert "+20.00 points on 100 images is significant (95 % interval +1" in clear.sentence()
     assert "20 images right only for the first, 0 only for the second, p = 1.9e-06" in clear.sentence()
+
+
+@given(st.lists(st.floats(0, 1), max_size=12))
+def test_p_values_are_corrected_as_by_a_slow_definition(p_values):
+    """Holm's p of a test is the largest of (tests that are no more extreme than each) x its p, up to its own place."""
+    order = sorted(p_values)
+    slow = [max(min(1, (len(order) - i) * order[i]) for i in range(order.index(p) + order.count(p))) for p in p_values]
+    assert holm(p_values) == pytest.approx(slow)
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # as R's p.adjust
+
+
+def test_a_difference_among_many_needs_a_smaller_p():
+    alone = compare_hits(np.ones(100), np.r_[np.zeros(6), np.ones(94)])
+    assert (alone.mcnemar.p_value, alone.corrected_p, alone.significant) == (0.03125, 0.03125, True)
+    same = compare_hits(np.ones(100), np.ones(100))
+    first, *_ = corrected([alone, same, same])
+    assert (first.corrected_p, first.significant) == (3 * 0.03125, False)
+    assert "p = 0.094, corrected for 3 comparisons)" in first.sentence()
+
+
+@pytest.mark.parametrize(("tests", "gain"), [(1, 0.05), (3, 0.03)])
+def test_as_many_images_as_said_find_a_difference(tests, gain):
+    shares = [0.1 - gain / 2, 0.1 + gain / 2, 0.8]  # of images that only a, only b and both have right
+    kind = np.repeat(range(3), np.round(4000 * np.array(shares)).astype(int))
+    needed = corrected([compare_hits(kind != 1, kind != 0)] * tests)[0].images_to_tell
+    z = stats.norm.ppf(1 - 0.025 / tests) + stats.norm.ppf(0.8)
+    assert needed == pytest.approx((z / gain) ** 2 * (0.2 - gain**2), rel=0.05)
+    drawn = np.random.default_rng(tests).multinomial(needed, shares, 1000)
+    found = [stats.binomtest(int(a), int(a + b)).pvalue < 0.05 / tests for a, b, _ in drawn]
+    assert 0.75 < np.mean(found) < 0.85
 
 
 def test_few_images_are_not_enough_for_a_bootstrap_alone():

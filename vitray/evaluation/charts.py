@@ -9,7 +9,6 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from vitray.evaluation.results import PairResult, Result, Scored
-from vitray.evaluation.texts import TITLES
 from vitray.metrics.classification import ClassScore
 from vitray.metrics.intervals import Interval, wilson
 from vitray.pages.plotting import Theme, heat, new_figure, one_line, style_axis
@@ -70,13 +69,16 @@ def interval_chart(
 
 def difference_chart(pairs: Sequence[PairResult]) -> Picture:
     """Return the differences of pairs; one that is not significant is pale."""
-    lines = []
+    lines, titles = [], list(dict.fromkeys(pair.title for pair in pairs))
     for pair in pairs:
         found = pair.comparison.difference
         interval = Interval(found.difference, found.low, found.high, found.level)
-        lines.append(Line(f"{pair.first} − {pair.second}", [interval], not pair.comparison.significant))
+        name = f"{pair.first} − {pair.second}"
+        name = f"{pair.title}: {name}" if len(titles) > 1 else name
+        lines.append(Line(name, [interval], not pair.comparison.significant))
     caption = "Gray: a difference that is not significant, by its interval or by McNemar's test."
-    return interval_chart(f"Difference of {TITLES[pairs[0].score]}", lines, [""], "points", caption, with_zero=True)
+    title = f"Difference of {titles[0]}" if len(titles) == 1 else "Differences"
+    return interval_chart(title, lines, [""], "points", caption, with_zero=True)
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def _result(
     head: list[Output] = [] if spec.num_classes is None else ["logits"]
     body: list[Output] = ["features"] if request.probes else []
     outputs = outputs_of(images, *head, *body)
-    more = {}
+    more, probed = {}, {}
     if request.probes:
         classes = all_classes(train, images)
         inputs, counts = ProbeInputs(numbered(outputs, images, classes), len(classes)), {}
@@ -192,7 +192,8 @@ def _result(
             inputs = inputs._replace(train=numbered(learned, train, classes), keys=learned.keys)
             counts = {"train_images": len(learned.labels), "train_left_out": len(learned.left_out)}
         print(f"{network.name}, probes: {', '.join(request.probes)} ...", file=sys.stderr, flush=True)
-        more |= probe_scores(request.probes, inputs) | probe_shares(request.train_shares, inputs) | counts
+        scores, probed = probe_scores(request.probes, inputs)
+        more |= scores | probe_shares(request.train_shares, inputs) | counts
     if corrupted and head:
         more |= corruption_errors(corrupted, work, request.workers, network.vit)
     by_labels = None
@@ -202,7 +203,7 @@ def _result(
         by_labels = score_label_set(outputs.logits, labels.ids(names), labels)
         more |= label_values(by_labels)
     scored = _score(spec, images, outputs, is_lenient=request.labels is not None)
-    return Result(network.name, spec, outputs, class_names(spec, images), scored, more, by_labels)
+    return Result(network.name, spec, outputs, class_names(spec, images), scored, more, by_labels, probed)
 
 
 def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs, *, is_lenient: bool) -> Scored | None:

@@ -177,7 +177,7 @@ def render(evaluation: Evaluation) -> str:
         "lede": f"{counted}; {len(outputs.left_out):,} left out." if outputs.left_out else f"{counted}.",
         "best": _best(evaluation),
         "beside": _beside(evaluation),
-        "verdict": evaluation.pairs[0].sentence() if len(evaluation.pairs) == 1 else None,
+        "verdict": evaluation.verdict(),
     }
     sections = [
         PageSection("scores", "Scores", _scores(results)),
@@ -242,14 +242,14 @@ def _differences(evaluation: Evaluation) -> Mapping[str, Any] | None:
     pairs, results = evaluation.pairs, {result.name: result for result in evaluation.results}
     if not pairs:
         return None
-    correction = f", not corrected for {len(pairs)} comparisons" if len(pairs) > 1 else ""
-    title = TITLES[pairs[0].score]
-    prose = f"The first network's {title} minus the second's, paired by image. Each interval is at 95 %{correction}."
-    columns = [Column("first"), Column("second"), Column("difference, points", True), Column("95 % interval", True)]
-    columns += [Column("only first right", True), Column("only second right", True), Column("McNemar p", True)]
+    correction = f"; p is corrected for {len(pairs)} comparisons, the intervals are not" if len(pairs) > 1 else ""
+    prose = f"The first network's score minus the second's, paired by image. Each interval is at 95 %{correction}."
+    columns = [Column("first"), Column("second"), Column("score"), Column("difference, points", True)]
+    columns += [Column("95 % interval", True), Column("only first right", True), Column("only second right", True)]
+    columns += [Column("McNemar p", True), Column("images to tell it", True)]
     compared = [
         (results[right], results[wrong])
-        for pair in (pairs[:MOST_PAIRS] if evaluation.agreement is not None else ())
+        for pair in [pair for pair in pairs if pair.score == "top1"][:MOST_PAIRS]
         for right, wrong in ((pair.first, pair.second), (pair.second, pair.first))
     ]
     return {
@@ -269,8 +269,9 @@ def _differences(evaluation: Evaluation) -> Mapping[str, Any] | None:
 def _pair_row(pair: PairResult) -> list[str]:
     difference, test = pair.comparison.difference, pair.comparison.mcnemar
     interval = f"{100 * difference.low:+.2f} to {100 * difference.high:+.2f}"
-    counts = [f"{test.only_a:,}", f"{test.only_b:,}", f"{test.p_value:.2g}"]
-    return [pair.first, pair.second, f"{100 * difference.difference:+.2f}", interval, *counts]
+    counts = [f"{test.only_a:,}", f"{test.only_b:,}", f"{pair.comparison.corrected_p:.2g}"]
+    counts.append(f"{pair.comparison.images_to_tell:,}")
+    return [pair.first, pair.second, pair.title, f"{100 * difference.difference:+.2f}", interval, *counts]
 
 
 def _agreement(evaluation: Evaluation) -> Mapping[str, Any]:

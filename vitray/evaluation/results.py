@@ -5,7 +5,7 @@ Proportions have Wilson's interval, all other scores that of a bootstrap over im
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,11 +24,26 @@ from vitray.metrics.calibration import (
     reliability,
 )
 from vitray.metrics.classification import Classification, classify, log_probability_chunks, mean_per_class_of
-from vitray.metrics.intervals import Comparison, Interval, agreement, bootstrap, compare_hits, reflected, wilson
+from vitray.metrics.intervals import (
+    LEAST_DIFFERENCE,
+    POWER,
+    Comparison,
+    Interval,
+    agreement,
+    bootstrap,
+    compare_hits,
+    corrected,
+    reflected,
+    wilson,
+)
 from vitray.metrics.label_sets import LabelSetScore
+from vitray.metrics.probes import PROBES
 from vitray.models.probabilities import Probability
 
 MAX_MISTAKES = 16
+PROBE_TITLES = {name: title for probe in PROBES.values() for name, title in probe.titles.items()}
+# Of the scores by which networks are compared.
+COMPARED = {"top1": "top-1", "labels_top1": "top-1 by the label set"} | PROBE_TITLES
 
 
 class Scored(NamedTuple):
@@ -66,13 +81,16 @@ class Result(NamedTuple):
     """Scores of features, of corrupted images and by a label set, by name."""
     by_labels: LabelSetScore | None = None
     """The scores by a label set."""
+    probed: Mapping[str, np.ndarray] = {}
+    """By score of a probe, whether each image is a hit, or how often over the seeds."""
 
     @property
-    def hits(self) -> np.ndarray | None:
-        """A flag for each counted image: by the labels of the images, or by the label set if they fit no class."""
+    def hits(self) -> Mapping[str, np.ndarray]:
+        """By score, a flag for each counted image; top-1 is by the label set if the images have other classes."""
         if self.scored is not None:
-            return self.scored.hits
-        return None if self.by_labels is None else self.by_labels.ranks == 0
+            return {"top1": self.scored.hits, **self.probed}
+        by_labels = {} if self.by_labels is None else {"labels_top1": self.by_labels.ranks == 0}
+        return {**by_labels, **self.probed}
 
     def flat(self) -> dict[str, Any]:
         """Return all scores by name, with `_low` and `_high` for the bounds of an interval."""
@@ -92,12 +110,17 @@ class PairResult(NamedTuple):
     first: str
     second: str
     comparison: Comparison
-    score: Literal["top1", "labels_top1"] = "top1"
+    score: str = "top1"
     """The score that differs."""
 
+    @property
+    def title(self) -> str:
+        """The title of the score."""
+        return COMPARED.get(self.score, self.score)
+
     def sentence(self) -> str:
-        """Return the verdict in words."""
-        return f"{self.first} against {self.second}: {self.comparison.sentence()}"
+        """Return the difference in words."""
+        return f"{self.first} against {self.second}, {self.title}: {self.comparison.sentence()}"
 
     def flat(self) -> dict[str, Any]:
         """Return the numbers and the verdict by name."""
@@ -112,7 +135,9 @@ class PairResult(NamedTuple):
             "only_first": test.only_a,
             "only_second": test.only_b,
             "p_value": test.p_value,
+            "p_corrected": self.comparison.corrected_p,
             "significant": bool(self.comparison.significant),
+            "images_to_tell": self.comparison.images_to_tell,
             "verdict": self.comparison.sentence(),
         }
 
@@ -135,7 +160,35 @@ class Evaluation(NamedTuple):
             return head | self.results[0].flat()
         head |= {"images": len(self.results[0].outputs.labels), "models": [each.flat() for each in self.results]}
         shares = None if self.agreement is None else self.agreement.tolist()
-        return head | {"comparisons": [pair.flat() for pair in self.pairs], "agreement": shares}
+        pairs = {"comparisons": [pair.flat() for pair in self.pairs], "verdict": self.verdict()}
+        return head | pairs | {"agreement": shares}
+
+    def verdict(self) -> str | None:
+        """Return in a sentence whether the second of two networks is better than the first; None for more or less."""
+        if len(self.results) != 2 or not self.pairs:
+            return None
+        before, after = (result.name for result in self.results)
+        gains = {pair.title: -pair.comparison.difference.difference for pair in self.pairs}
+        clear = [pair.title for pair in self.pairs if pair.comparison.significant]
+        texts = {title: f"{title} {100 * gain:+.2f} points" for title, gain in gains.items()}
+        better, worse = ([title for title in clear if (gains[title] > 0) == is_better] for is_better in (True, False))
+        found = ", ".join(texts[title] for title in [*better, *worse])
+        question = f"Is {after} better than {before}?"
+        if clear:
+            answer = "In part" if better and worse else "Yes" if better else "No, it is worse"
+            return f"{question} {answer}: {found}."
+        within = all(
+            max(abs(difference.low), abs(difference.high)) < LEAST_DIFFERENCE
+            for difference in (pair.comparison.difference for pair in self.pairs)
+        )
+        if within:
+            return f"{question} No: no score differs by a point or more."
+        largest = max(self.pairs, key=lambda pair: abs(pair.comparison.difference.difference))
+        images, needed = largest.comparison.difference.images, largest.comparison.images_to_tell
+        return (
+            f"{question} These {images:,} images cannot tell: {texts[largest.title]} is within chance; about"
+            f" {needed:,} images would tell such a difference, or one of a point, with a chance of {POWER:.0%}."
+        )
 
 
 def score(
@@ -173,11 +226,15 @@ def score(
 
 
 def compare(results: Sequence[Result]) -> tuple[list[PairResult], np.ndarray | None]:
-    """Return each pair of networks whose predictions are scored, and the agreement of those with labels."""
+    """Return each pair of networks by each score that both have, and the agreement of those with labels."""
     pairs = [
-        PairResult(one.name, other.name, compare_hits(one.hits, other.hits), "top1" if one.scored else "labels_top1")
-        for one, other in combinations([result for result in results if result.hits is not None], 2)
+        PairResult(one.name, other.name, compare_hits(hits, other.hits[score]), score)
+        for one, other in combinations(results, 2)
+        for score, hits in one.hits.items()
+        if score in other.hits
     ]
+    all_corrected = corrected([pair.comparison for pair in pairs])
+    pairs = [pair._replace(comparison=each) for pair, each in zip(pairs, all_corrected, strict=True)]
     return pairs, _agreement([(result.classes, result.scored) for result in results if result.scored is not None])
 
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vitray.evaluation.corruptions import ERROR_OF
-from vitray.evaluation.results import Evaluation, Result
+from vitray.evaluation.results import COMPARED, PROBE_TITLES, Evaluation, Result
 from vitray.metrics.few_shot import SHOTS
 from vitray.metrics.probes import PROBES
 
 # Scores in the order in which they are shown: those of probes come before those of corrupted images.
 TITLES = {
-    "top1": "top-1",
+    "top1": COMPARED["top1"],
     "top5": "top-5",
     "mean_per_class": "mean per class",
     "nll": "loss (NLL)",
@@ -21,7 +21,7 @@ TITLES = {
     "temperature": "temperature",
     "ece_before_temperature": "ECE, other half",
     "ece_after_temperature": "ECE, at temperature",
-    "labels_top1": "top-1 by the label set",
+    "labels_top1": COMPARED["labels_top1"],
     "labels_top5": "top-5 by the label set",
 }
 CORRUPTION_TITLES = {"corruption_error": "error on corrupted images", "mce": "mCE, relative to the baseline"}
@@ -32,8 +32,7 @@ SHARE_OF = re.compile(r"linear_share([\d.e-]+)")
 
 def fixed_titles() -> dict[str, str]:
     """Return {score: title} in the order of the page, of the scores whose names do not depend on the evaluation."""
-    probed = {name: title for probe in PROBES.values() for name, title in probe.titles.items()}
-    return TITLES | probed | CORRUPTION_TITLES
+    return TITLES | PROBE_TITLES | CORRUPTION_TITLES
 
 
 def titles_of(results: Sequence[Result]) -> dict[str, str]:
@@ -88,14 +87,16 @@ def score_rows(results: Sequence[Result]) -> dict[str, list[ScoreText | None]]:
 
 
 def scores_text(evaluation: Evaluation) -> str:
-    """Return a table for a terminal: a line for each score, a column for each network, and the verdicts of pairs."""
+    """Return a table for a terminal, a line for each score and a column for each network, and the differences."""
     results = evaluation.results
     lines = [["", *(result.name for result in results)]]
     lines += [[title, *(str(text or "") for text in texts)] for title, texts in score_rows(results).items()]
     lines.append(["images", *(f"{len(result.outputs.labels):,}" for result in results)])
     if any(result.outputs.left_out for result in results):
         lines.append(["left out", *(f"{len(result.outputs.left_out):,}" for result in results)])
-    return "\n".join([aligned(lines), *(pair.sentence() for pair in evaluation.pairs)])
+    verdict = evaluation.verdict()
+    sentences = [*(pair.sentence() for pair in evaluation.pairs), *([verdict] if verdict else [])]
+    return "\n".join([aligned(lines), *sentences])
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:

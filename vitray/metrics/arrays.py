@@ -3,7 +3,7 @@
 Shapes: N images, K classes, F features.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -55,6 +55,15 @@ class ProbeScore(NamedTuple):
     top1: float
     predictions: np.ndarray
     """N classes."""
+
+
+class ProbeValues(NamedTuple):
+    """The scores of a probe."""
+
+    scores: dict[str, Any]
+    """By name. `_low` and `_high` after a name are the bounds of its interval, `_std` its deviation."""
+    hits: Mapping[str, np.ndarray] = {}
+    """Whether each of N images is a hit, or how often, of the score by which networks are compared."""
 
 
 def score_predictions(predictions_N: np.ndarray, labels_N: np.ndarray) -> ProbeScore:

@@ -6,11 +6,11 @@ RankMe: Garrido et al., 2023. Effective rank: Roy and Vetterli, 2007. Cosine sep
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from vitray.metrics.arrays import ProbeInputs, unit_rows
+from vitray.metrics.arrays import ProbeInputs, ProbeValues, unit_rows
 
 EPSILON = 1e-7
 CHUNK_ROWS = 8192
@@ -27,16 +27,18 @@ class Separation(NamedTuple):
     """The number of classes that have images."""
 
 
-def rank_scores(inputs: ProbeInputs) -> dict[str, Any]:
-    """Return the scores of the probe `rank` by name."""
+def rank_scores(inputs: ProbeInputs) -> ProbeValues:
+    """Return the scores of the probe `rank`."""
     features_NF, labels_N = inputs.scored
     separation = class_separation(features_NF, labels_N)
-    return {
-        "rankme": rankme(features_NF),
-        "effective_rank": effective_rank(features_NF),
-        "separation_variance_share": separation.variance_share,
-        "separation_cosine": separation.cosine,
-    }
+    return ProbeValues(
+        {
+            "rankme": rankme(features_NF),
+            "effective_rank": effective_rank(features_NF),
+            "separation_variance_share": separation.variance_share,
+            "separation_cosine": separation.cosine,
+        }
+    )
 
 
 def rankme(features_NF: np.ndarray) -> float:

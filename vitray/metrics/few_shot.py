@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitray.metrics.arrays import Labeled, ProbeInputs, ProbeScore, predict, score_predictions
+from vitray.metrics.arrays import Labeled, ProbeInputs, ProbeScore, ProbeValues, predict, score_predictions
 
 SHOTS = (1, 5, 10, 25)
 SEEDS = (0, 1, 2)
+COMPARED_SHOTS = 5
 L2 = 2.0**10
 BIAS = 100.0
 EPSILON = 1e-5
@@ -33,8 +34,11 @@ class LeastSquares(NamedTuple):
         return _with_bias((features_NF - self.mean) / self.std) @ self.weights
 
 
-def few_shot_scores(inputs: ProbeInputs) -> dict[str, Any]:
-    """Return the scores of the probe `few_shot` by name: of each number of shots, mean and deviation over the seeds."""
+def few_shot_scores(inputs: ProbeInputs) -> ProbeValues:
+    """Return the scores of the probe `few_shot`: of each number of shots, mean and deviation over the seeds.
+
+    The hits are those of `COMPARED_SHOTS` or fewer, the mean over the seeds.
+    """
     # A smaller class would give fewer images than the name of the score says.
     least = smallest_class(inputs.learned.labels)
     values: dict[str, Any] = {"few_shot_least": least}
@@ -42,7 +46,9 @@ def few_shot_scores(inputs: ProbeInputs) -> dict[str, Any]:
     for shots, scores in fitted.items():
         top1 = [score.top1 for score in scores]
         values |= {f"few_shot{shots}": float(np.mean(top1)), f"few_shot{shots}_std": float(np.std(top1, ddof=1))}
-    return values
+    compared = max(shots for shots in fitted if shots <= COMPARED_SHOTS)
+    hits_N = np.mean([score.predictions == inputs.scored.labels for score in fitted[compared]], axis=0)
+    return ProbeValues(values, {f"few_shot{compared}": hits_N})
 
 
 def probe_few_shot(

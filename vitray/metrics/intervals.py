@@ -6,7 +6,8 @@ bootstrap draws rows where counts of few values suffice; so the three formulas a
 Shapes: N images, D draws, M models.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,10 @@ from vitray.metrics.arrays import check_matrix
 DRAWS = 10_000
 CHUNK_VALUES = 2**22
 FEW_VALUES = 64
+# The chance to find a difference that is there, for the number of images that would tell.
+POWER = 0.8
+# A smaller difference, in shares of the images, is not worth more of them.
+LEAST_DIFFERENCE = 0.01
 
 
 class Interval(NamedTuple):
@@ -43,7 +48,10 @@ class Difference(NamedTuple):
 
 
 class McNemar(NamedTuple):
-    """McNemar's exact two-sided test that an image which only one model has right is equally likely to be either's."""
+    """McNemar's exact two-sided test that an image which only one model has right is equally likely to be either's.
+
+    Of means of hits over repetitions, as few-shot scores have them: an image which one model has right more often.
+    """
 
     only_a: int
     only_b: int
@@ -55,21 +63,39 @@ class Comparison(NamedTuple):
 
     difference: Difference
     mcnemar: McNemar
+    tests: int = 1
+    """The number of comparisons that p is corrected for."""
+    corrected_p: float = 1.0
+    """McNemar's p, by Holm's correction; with one test, the same."""
 
     @property
     def significant(self) -> bool:
         """Whether the interval excludes zero and McNemar's test rejects equality; of few images the first misleads."""
-        return self.difference.excludes_zero and self.mcnemar.p_value < 1 - self.difference.level
+        return self.difference.excludes_zero and self.corrected_p < 1 - self.difference.level
+
+    @property
+    def images_to_tell(self) -> int:
+        """The images on which a difference as large as this one, or of one point if it is smaller, would be found.
+
+        With a chance of `POWER`, among as many tests; the spread is that of these images.
+        """
+        from scipy.special import ndtri  # loads slowly
+
+        _, low, high, level, images = self.difference
+        error = (high - low) / (2 * float(ndtri((1 + level) / 2)))
+        wanted = float(ndtri(1 - (1 - level) / (2 * self.tests)) + ndtri(POWER)) * error
+        return math.ceil(images * (wanted / max(abs(self.difference.difference), LEAST_DIFFERENCE)) ** 2)
 
     def sentence(self) -> str:
         """Return the verdict in plain words."""
         difference, test = self.difference, self.mcnemar
         verdict = "is significant" if self.significant else "is not significant"
+        corrected = f", corrected for {self.tests} comparisons" if self.tests > 1 else ""
         return (
             f"The difference of {100 * difference.difference:+.2f} points on {difference.images:,} images {verdict} "
             f"({100 * difference.level:g} % interval {100 * difference.low:+.2f} to {100 * difference.high:+.2f}; "
             f"McNemar's exact test: {test.only_a:,} images right only for the first, {test.only_b:,} only for the "
-            f"second, p = {test.p_value:.2g})."
+            f"second, p = {self.corrected_p:.2g}{corrected})."
         )
 
 
@@ -140,7 +166,23 @@ def compare_hits(hits_a: Any, hits_b: Any) -> Comparison:
     only_a, only_b = int((a_N > b_N).sum()), int((b_N > a_N).sum())
     tail = float(bdtr(min(only_a, only_b), only_a + only_b, 0.5)) if only_a + only_b else 1.0
     difference = Difference(*bootstrap(a_N - b_N), len(a_N))
-    return Comparison(difference, McNemar(only_a, only_b, min(1.0, 2 * tail)))
+    p_value = min(1.0, 2 * tail)
+    return Comparison(difference, McNemar(only_a, only_b, p_value), 1, p_value)
+
+
+def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Return the comparisons with the p values that hold for all of them together."""
+    p_values = holm([each.mcnemar.p_value for each in comparisons])
+    return [each._replace(tests=len(comparisons), corrected_p=p) for each, p in zip(comparisons, p_values, strict=True)]
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p values that hold for all of them together: the smallest times n, the next times n - 1, ..."""
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = largest
+    return adjusted
 
 
 def agreement(predictions_MN: Any) -> np.ndarray:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vitray.metrics.arrays import Labeled, ProbeInputs, ProbeScore, score_predictions, unit_rows
+from vitray.metrics.arrays import Labeled, ProbeInputs, ProbeScore, ProbeValues, score_predictions, unit_rows
 from vitray.metrics.intervals import proportion_values
 
 NEIGHBORS = (10, 20)
@@ -23,14 +23,16 @@ BLOCK = 4096
 """Images of a block, of training and of test images."""
 
 
-def knn_scores(inputs: ProbeInputs) -> dict[str, float]:
-    """Return the scores of the probe `knn` by name."""
+def knn_scores(inputs: ProbeInputs) -> ProbeValues:
+    """Return the scores of the probe `knn`, and the hits of its smallest number of neighbors."""
     images = len(inputs.learned.labels)
     neighbors = [count for count in NEIGHBORS if count <= images] or [images]
     values: dict[str, float] = {}
-    for count, score in probe_knn(inputs.learned, inputs.scored, inputs.num_classes, neighbors).items():
+    scores = probe_knn(inputs.learned, inputs.scored, inputs.num_classes, neighbors)
+    for count, score in scores.items():
         values |= proportion_values(f"knn{count}", score.hits, score.images)
-    return values
+    first = neighbors[0]
+    return ProbeValues(values, {f"knn{first}": scores[first].predictions == inputs.scored.labels})
 
 
 def probe_knn(

@@ -17,6 +17,7 @@ from vitray.metrics.arrays import (
     Labeled,
     ProbeInputs,
     ProbeScore,
+    ProbeValues,
     draw_part,
     predict,
     score_predictions,
@@ -64,7 +65,7 @@ class LinearProbe(NamedTuple):
     converged: bool = True
 
 
-def linear_scores(inputs: ProbeInputs) -> dict[str, Any]:
+def linear_scores(inputs: ProbeInputs) -> ProbeValues:
     """Return the score of the probe `linear`, and how it was fitted: by SGD where L-BFGS needs too much memory."""
     train, scored, num_classes = inputs.learned, inputs.scored, inputs.num_classes
     how: dict[str, Any]
@@ -74,7 +75,8 @@ def linear_scores(inputs: ProbeInputs) -> dict[str, Any]:
     else:
         probe = probe_linear(train, scored, num_classes, inputs.keys)
         how = {"linear_fit": "l-bfgs", "linear_l2": probe.chosen, "linear_converged": probe.converged}
-    return proportion_values("linear", probe.score.hits, probe.score.images) | how
+    values = proportion_values("linear", probe.score.hits, probe.score.images) | how
+    return ProbeValues(values, {"linear": probe.score.predictions == scored.labels})
 
 
 def is_too_large(images: int, num_features: int, num_classes: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitray.metrics.arrays import Labeled, ProbeInputs, check_logits, check_probe, draw_part
+from vitray.metrics.arrays import Labeled, ProbeInputs, ProbeValues, check_logits, check_probe, draw_part
 from vitray.metrics.calibration import calibration_scores
 from vitray.metrics.feature_rank import rank_scores
 from vitray.metrics.few_shot import SHOTS, few_shot_scores
@@ -24,8 +24,7 @@ SHARE_SEED = 1
 class Probe(NamedTuple):
     """The computation of a probe, and how its scores are shown."""
 
-    compute: Callable[[ProbeInputs], dict[str, Any]]
-    """Returns scores by name. `_low` and `_high` after a name are the bounds of its interval, `_std` its deviation."""
+    compute: Callable[[ProbeInputs], ProbeValues]
     headline: str
     """The score that stands for the probe in a single line."""
     titles: Mapping[str, str] = {}
@@ -34,15 +33,15 @@ class Probe(NamedTuple):
     """Whether they are shown in percent."""
 
 
-def _calibration(inputs: ProbeInputs) -> dict[str, float]:
+def _calibration(inputs: ProbeInputs) -> ProbeValues:
     logits_NK, labels_N = check_logits(inputs.logits, inputs.scored.labels)
     scores = calibration_scores(logits_NK, labels_N, probability=inputs.probability)._asdict()
-    return {name: value for name, value in scores.items() if name != "images"}
+    return ProbeValues({name: value for name, value in scores.items() if name != "images"})
 
 
-def _attention_distance(inputs: ProbeInputs) -> dict[str, float]:
+def _attention_distance(inputs: ProbeInputs) -> ProbeValues:
     assert inputs.attention_distances is not None, "settings refuse a network without attention"
-    return mean_distances(inputs.attention_distances())
+    return ProbeValues(mean_distances(inputs.attention_distances()))
 
 
 def mean_distances(distance_LPHB: np.ndarray) -> dict[str, float]:
@@ -80,13 +79,14 @@ PROBES = {
 }
 
 
-def probe_scores(names: Collection[str], inputs: ProbeInputs) -> dict[str, Any]:
-    """Return the scores of the named probes by name."""
-    inputs, values = check_probe(inputs), dict[str, Any]()
+def probe_scores(names: Collection[str], inputs: ProbeInputs) -> ProbeValues:
+    """Return the scores of the named probes."""
+    inputs, found = check_probe(inputs), ProbeValues({})
     for name, probe in PROBES.items():
         if name in names:
-            values |= probe.compute(inputs)
-    return values
+            scores, hits = probe.compute(inputs)
+            found = ProbeValues(found.scores | scores, {**found.hits, **hits})
+    return found
 
 
 def probe_shares(shares: Sequence[float], inputs: ProbeInputs) -> dict[str, Any]:
@@ -102,6 +102,6 @@ def probe_shares(shares: Sequence[float], inputs: ProbeInputs) -> dict[str, Any]
         chosen_N = draw_part(keys, count, SHARE_SEED)
         part = Labeled(train.features[chosen_N], train.labels[chosen_N])
         part_keys = [key for key, is_in in zip(keys, chosen_N, strict=True) if is_in]
-        fitted = linear_scores(inputs._replace(train=part, keys=part_keys))
+        fitted, _ = linear_scores(inputs._replace(train=part, keys=part_keys))
         values |= {name.replace("linear", f"linear_share{share:g}", 1): value for name, value in fitted.items()}
     return values
