@@ -1,12 +1,15 @@
 """The figures of filters, positions, similarity, token lengths, weights and changes: their tables and pictures."""
 
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from networks import scrambled
 from PIL import Image
+from sklearn.decomposition import PCA
 
 from vitray.config import Model
 from vitray.config.augmentation import Normalize
@@ -15,6 +18,7 @@ from vitray.inspection.positions import relative_terms
 from vitray.inspection.report.drawings import tiled
 from vitray.inspection.report.figures import FIGURES, make_figure
 from vitray.inspection.report.figures.changes import relative_by_kind
+from vitray.inspection.report.figures.components import colors_of, principal_components
 from vitray.inspection.report.measuring import joined_values, measure_views
 from vitray.inspection.report.subjects import ChosenImages, Subject, View
 from vitray.models.vit import ViT
@@ -147,6 +151,38 @@ def test_token_lengths_are_drawn_with_the_patches_that_stand_out():
     assert norms.is_outlier[0].nonzero().tolist() == [[2, 1]]
     assert float(cells(result)[1][2]) == pytest.approx(float(np.median(norms.patches[0])), rel=1e-6)
     check_pictures(make_figure("norms", measured(subject())), 1)
+
+
+def test_patches_are_colored_by_their_principal_components():
+    only = subject(count=5)
+    shown = [SimpleNamespace(key=f"image {place}") for place in range(5)]
+    only = only._replace(chosen=replace(only.chosen, shown=shown))
+    result = make_figure("components", [only])
+    check_pictures(result, 1)
+    vit, images = only.vit, only.batch()
+    features = vit.norm(vit.tokens(images)[:, vit.num_prefix :]).detach().double().numpy()  # 5 x 6 x 128
+    reference = PCA(3).fit(features.reshape(30, -1))
+    axes = reference.components_ * np.sign(
+        np.take_along_axis(reference.components_, np.abs(reference.components_).argmax(1)[:, None], 1)
+    )
+    wanted = (features.reshape(30, -1) - reference.mean_) @ axes.T
+    rows = cells(result)
+    assert rows[1 + 6 + 4][:3] == ["image 1", 1, 1]
+    np.testing.assert_allclose([row[3:] for row in rows[1:]], wanted, atol=1e-4)
+    shares = ", ".join(f"{share:.0%}" for share in reference.explained_variance_ratio_)
+    assert result.drawings[0].caption.endswith(f"the components have {shares} of the variance.")
+
+
+def test_colors_of_components_share_a_scale_and_equal_patches_are_gray():
+    values = np.zeros((2, 2, 2, 3))
+    values[1, :, :, 0] = [[1, 2], [3, 400]]
+    colors = colors_of(values)
+    assert (colors[..., 1:] == 0.5).all()
+    assert (colors[0, ..., 0] == 0).all()
+    assert colors[1, 1, 1, 0] == 1
+    few = principal_components(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+    np.testing.assert_allclose(few.values, [[1, 0, 0], [-1, 0, 0]])
+    np.testing.assert_allclose(few.shares, [1, 0, 0])
 
 
 def test_weights_are_drawn_and_listed():

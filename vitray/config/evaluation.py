@@ -63,6 +63,7 @@ FEWEST_COMPARED = 4
 # In the order of the page.
 NEEDS = {
     "rollout": FigureNeeds(),
+    "components": FigureNeeds(vit_only="the figure reads the patches of these only."),
     "distance": FigureNeeds(vit_only="the figure reads the attention of these only."),
     "branches": FigureNeeds(
         fewest_images=FEWEST_COMPARED,

@@ -9,6 +9,7 @@ from vitray.inspection.report.drawings import FigureResult
 from vitray.inspection.report.figures import (
     branches,
     changes,
+    components,
     distance,
     features,
     filters,
@@ -35,6 +36,7 @@ class Figure(NamedTuple):
 
 FIGURES = {
     "rollout": Figure("Attention maps", rollout.PROSE, rollout.make),
+    "components": Figure("Components of patch features", components.PROSE, components.make),
     "distance": Figure("Attention distance and entropy", distance.PROSE, distance.make, distance.measure),
     "branches": Figure("Parallel branches", branches.PROSE, branches.make, branches.measure),
     "filters": Figure("Filters of the stem", filters.PROSE, filters.make),
