@@ -18,8 +18,10 @@ from vitray.cluster import session
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling)
 session.prepare_environment()
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # onnxruntime reads this at import
-# Waiting threads yield their CPU: the networks are tiny, and many processes share the CPUs.
+# Waiting threads yield their CPU: the networks are tiny, and many processes share the CPUs, so one thread is enough for
+# each unless a test sets more.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A background process of a shell ignores Ctrl-C, and its children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

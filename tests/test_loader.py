@@ -40,7 +40,7 @@ def same(one, other):
     )
 
 
-@pytest.mark.parametrize("kind", [{}, MIXED], ids=["plain", "mixed"])
+@pytest.mark.parametrize("kind", [{}, pytest.param(MIXED, marks=pytest.mark.slow)], ids=["plain", "mixed"])
 def test_a_loader_gives_the_batches_of_a_run(tmp_path, monkeypatch, migrated, kind):
     """Of a real run, whose batches are those that its loop computes with."""
     shutil.copy(migrated, tmp_path / "mlruns.db")
@@ -136,6 +136,7 @@ def test_an_evaluation_has_each_image_once(tmp_path):
     assert np.array_equal(labels, rows % 7)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_ray_data_gives_the_same_where_this_process_is_connected(folder, ray_cluster):
     with Loader(folder, **SMALL, **MIXED) as loader:

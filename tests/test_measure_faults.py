@@ -147,6 +147,7 @@ def test_the_steps_of_a_metric_are_summed_up():
     assert step_summary([])["first"] is None
 
 
+@pytest.mark.slow
 def test_a_tree_is_seen_after_its_root_has_died(tmp_path):
     child = f"import subprocess, sys, time; subprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(60)'])"
     tree = Tree([sys.executable, "-c", f"{child}; print('up', flush=True); time.sleep(60)"], {}, tmp_path / "log")

@@ -92,6 +92,7 @@ def test_it_is_fine_tuned_by_its_head(place):
     assert {name for name in before if not torch.equal(before[name], after[name])} == {"body.5.weight", "body.5.bias"}
 
 
+@pytest.mark.slow
 def test_a_declared_network_is_found_by_the_command_line(place, tmp_path):
     """By a real installed distribution: a module, and its metadata with the entry point."""
     (tmp_path / "declared_networks.py").write_text("from test_own_networks import small as build\n")

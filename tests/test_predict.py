@@ -545,6 +545,7 @@ def test_outputs_that_are_not_finite_are_one_message_and_status_2(place, tmp_pat
     assert not (tmp_path / "out/predictions.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_repeated_command_writes_the_missing_parts_only_and_the_same_bytes(place, tmp_path, ray_cluster):
     out = tmp_path / "out"

@@ -89,6 +89,7 @@ def test_the_images_are_ranked_and_shown(place, drawn, capsys):
     assert " times the median loss of its batch" in printed[1]
 
 
+@pytest.mark.slow
 def test_a_mean_over_images_is_the_loss_of_a_batch_without_draws(place):
     outcome = trained(place, "plain", NOT_DRAWN)
     report = vitray.replay(outcome.home, 3, out=place / "plain3")

@@ -140,6 +140,7 @@ def test_tpe_minimizes(tmp_path):
     assert statistics.mean(errors[30:]) < statistics.mean(errors[:10]) - 0.3
 
 
+@pytest.mark.slow
 def test_nsga2_finds_the_trade_off(tmp_path):
     space = space_of(tmp_path, NSGA2)
 

@@ -427,6 +427,7 @@ def test_a_registered_model_is_loaded_by_its_alias(store, uri):
     assert agree(load_logged("models:/vit@champion").predict(rows(images)), images)
 
 
+@pytest.mark.slow
 def test_it_loads_without_vitray_and_ray_and_its_requirements_match_its_imports(uri, starting, tmp_path):
     # Meanwhile the server starts.
     images = pictures(2)

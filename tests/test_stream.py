@@ -551,7 +551,7 @@ def test_only_decoding_processes_load_torch(dataset, ray_cluster):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_change_of_executions_changes_nothing(dataset, one_worker, monkeypatch, ahead):
     monkeypatch.setattr(ray_reader, "PIECES_AT_ONCE", 1)  # of 1,024 images: 21 steps
     monkeypatch.setattr(ray_reader, "PIECES_AHEAD", ahead)

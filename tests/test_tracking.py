@@ -939,6 +939,7 @@ def test_a_kill_while_the_store_is_created_leaves_no_store(tmp_path):
     assert list(file.parent.iterdir()) == [file]
 
 
+@pytest.mark.slow
 def test_two_processes_that_create_a_store_get_the_same_one(tmp_path):
     file = tmp_path / "mlruns.db"
     file.unlink()
@@ -994,6 +995,7 @@ def test_a_store_that_another_process_sets_aside_meanwhile_is_made_anew(tmp_path
     assert {path.name for path in tmp_path.iterdir()} >= {"aside", "mlruns.db"}
 
 
+@pytest.mark.slow
 def test_two_processes_that_set_a_store_aside_get_the_same_new_one(tmp_path):
     file = tmp_path / "mlruns.db"
     damage(file)

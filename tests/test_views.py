@@ -152,6 +152,7 @@ def test_an_evaluation_has_the_same_views_each_time_and_pads_them(dataset):
         assert np.array_equal(own.views, other.views)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_ray_data_gives_the_same_views(ray_cluster, dataset):
     streams = [Stream(dataset, spec_of(*kinds), RayReader) for kinds in (KINDS, tuple(map(on_device, KINDS)))]

@@ -222,6 +222,7 @@ def correct(model, path):
     return classes[int(logits.argmax())] == path.parent.name
 
 
+@pytest.mark.slow
 def test_a_killed_command_continues_with_the_fine_tuning_that_it_was_at(place, small, tmp_path, monkeypatch, capsys):
     whole = evaluate.train
 
