@@ -41,7 +41,7 @@ from vitray.training import checkpoints, loop, prober
 from vitray.training.checkpoints import Checkpoint
 from vitray.training.prober import Prober
 from vitray.training.probes import choose_rows, network_weights, probe_weights, read_probe_images, read_probe_labels
-from vitray.training.state import TrainState
+from vitray.training.state import TrainState, report_collapse
 
 ALL = "[knn,few_shot,calibration,rank,attention_distance]"
 SETTINGS = [
@@ -233,6 +233,8 @@ def test_settings_of_training_without_labels_that_do_not_fit_get_one_message(ove
     with pytest.raises(ConfigError, match=message):
         load(*MASKED, *overrides)
     assert load(*MASKED, "guard.on_collapse=stop", "evaluate.probes=[rank]").guard.on_collapse == "stop"
+    distilled = ["model.num_classes=null", "task=self_distillation", "guard.on_collapse=stop"]
+    assert load(*distilled).guard.min_prototypes == 4
 
 
 def test_probes_that_learn_need_labels(dataset):
@@ -333,14 +335,33 @@ def test_a_collapse_is_a_fall_of_knn_below_its_best_or_a_low_rank():
     assert check(50, rankme=1.99) == "at step 50 RankMe is 1.99, below guard.min_rank, 2"
     assert "and RankMe is 1.5" in check(60, knn10=0.1, rankme=1.5)
     assert check(70, knn10=0.55, rankme=3.0) is None
-    off = Guard(knn_drop=None, min_rank=None)
-    assert state.check_collapse(80, {"knn10": 0.0, "rankme": 1.0}, off) is None
+    assert check(75, prototypes_used=4.0, knn10=0.55) is None
+    assert check(75, prototypes_used=1.0) == "at step 75 all images share 1 prototypes, below guard.min_prototypes, 4"
+    off = Guard(knn_drop=None, min_rank=None, min_prototypes=None)
+    assert state.check_collapse(80, {"knn10": 0.0, "rankme": 1.0, "prototypes_used": 1.0}, off) is None
+
+
+def test_a_collapse_is_noted_once_with_its_likely_cause():
+    run = load("model.num_classes=null", "task={kind: self_distillation, prototypes: 100}")
+    run, state, sent = run.replace({"task.teacher_temperature": [0.04, 0.2]}), TrainState(), []
+    host = SimpleNamespace(send=sent.append)
+    for step in (10, 20):
+        report_collapse(step, {"prototypes_used": 2.0, "entropy": 4.6}, run, state, host)  # log(100) is 4.605
+        report_collapse(step, {"knn10": 0.5}, run, state, host)
+    [note] = sent
+    wanted = "likely cause: task.teacher_temperature 0.2: it is not below task.student_temperature; or the teacher's"
+    assert wanted in note.text
+    report_collapse(30, {"prototypes_used": 60.0}, run, state, host)
+    assert state.collapse is None
+    report_collapse(40, {"rankme": 1.1}, load("model.num_classes=null", "task=lejepa", "optim.lr=0.5"), state, host)
+    assert sent[-1].text.endswith("likely cause: optim.lr, 0.5, is too high, or optim.warmup too short")
 
 
 def test_the_best_accuracy_is_in_checkpoints_and_the_alarm_is_not():
     state = TrainState(best_knn=0.5, best_knn_step=4, pending_probes=[4], collapse="at step 4", best_step=2)
+    state.watched["knn10"] = 0.5
     stored = TrainState(**json.loads(json.dumps(state.as_json())))
-    assert stored == replace(state, collapse=None)
+    assert stored == replace(state, collapse=None, watched={})
     assert state.protected_steps == {2, 4}
 
 

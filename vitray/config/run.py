@@ -117,7 +117,9 @@ class Run(Section):
                 f"guard.on_collapse: got stop with task {kind}, expected warn: stop is for tasks without labels"
             )
         watched = [("knn", self.guard.knn_drop), ("rank", self.guard.min_rank)]
-        if self.guard.on_collapse == "stop" and not any(name in probes and bound for name, bound in watched):
+        watches = traits.counts_prototypes and self.guard.min_prototypes
+        watches = watches or any(name in probes and bound for name, bound in watched)
+        if self.guard.on_collapse == "stop" and not watches:
             raise ValueError("guard.on_collapse stop needs evaluate.probes with knn or rank, and its bound in guard")
         return self
 

@@ -4,7 +4,7 @@ Only settings that some code reads are listed. Their docstrings are the text of 
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, assert_never
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -170,5 +170,9 @@ class TaskTraits(NamedTuple):
     collectives, and a step is never taken in several passes."""
     network: str = "vit"
     """The module of the task that is the network it makes: the one that is probed, and written as the model."""
+    suspects: Callable[[Any, Mapping[str, float]], list[str]] | None = None
+    """Returns what often makes features equal, the likeliest first, of the settings and the scores of an evaluation."""
+    counts_prototypes: bool = False
+    """Whether its evaluation counts the prototypes in use, which guard.on_collapse watches."""
     by_data: bool = False
     """Whether settings that a recipe leaves out follow the number of images, by `BY_DATA`."""

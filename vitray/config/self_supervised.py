@@ -1,6 +1,7 @@
 """Settings of the tasks that compare several views of an image, without labels."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -39,6 +40,9 @@ HeadFirst = Annotated[
 MOST_SLICES = 2**16
 # Of the teacher in the first step: a softer one would teach the noise of new weights.
 TEACHER_TEMPERATURE = 0.04
+# Beyond these, settings are suspected when features have collapsed: the lowest momentum of the teacher, the highest of
+# the center, and the share of the largest entropy that assignments may have.
+LEAST_MOMENTUM, MOST_CENTER_MOMENTUM, NEARLY_UNIFORM = 0.9, 0.99, 0.98
 
 
 def check_views(kind: str, model: Model, data: Data) -> None:
@@ -162,12 +166,32 @@ def by_data(images: int) -> ByData:
     return next(row for row in BY_DATA if images <= row.images)
 
 
+def suspects(task: "SelfDistillation", values: Mapping[str, float]) -> list[str]:
+    """Return what often makes the features of a teacher and its student equal for all images, the likeliest first."""
+    found, prototypes, warmest = [], task.prototypes or 1, max(task.teacher_temperature or (0.0,))
+    if task.momentum is not None and task.momentum < LEAST_MOMENTUM:
+        found.append(f"task.momentum {task.momentum:g}: the teacher is not an average of many steps")
+    if task.centering == "center" and task.center_momentum > MOST_CENTER_MOMENTUM:
+        found.append(f"task.center_momentum {task.center_momentum:g}: the center hardly moves")
+    if warmest >= task.student_temperature:
+        found.append(f"task.teacher_temperature {warmest:g}: it is not below task.student_temperature")
+    if values.get("entropy", 0.0) > NEARLY_UNIFORM * math.log(prototypes) > 0:
+        found.append("the teacher's assignments are nearly uniform: task.teacher_temperature is too high")
+    return found
+
+
 class SelfDistillation(Section):
     """A teacher, the average of the network itself, says what other views of the same image should say: DINO of whole
     views, iBOT of masked patches, and KoLeo, which keeps different images apart (DINOv2)."""
 
     traits: ClassVar = TaskTraits(
-        needs=("views", "masks", "hidden"), may_collapse=True, joint=True, network="teacher.vit", by_data=True
+        needs=("views", "masks", "hidden"),
+        may_collapse=True,
+        joint=True,
+        network="teacher.vit",
+        suspects=suspects,
+        counts_prototypes=True,
+        by_data=True,
     )
     kind: Literal["self_distillation"] = "self_distillation"
     dino: NotNegative = 1.0

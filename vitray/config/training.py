@@ -260,10 +260,12 @@ class Guard(Section):
     spike: Annotated[float, Field(gt=1, le=MOST_NUMBER)] | None = None
     """Treats a loss above this multiple of the median of the last 100 as not finite; null: off."""
     knn_drop: Annotated[float, Field(gt=0, lt=1)] | None = 0.2
-    """Masked training with probe knn: the features have collapsed if kNN accuracy, at the upper end of its interval, is
-    below the best so far by more than this fraction of the best; null: off."""
+    """Training without labels, with probe knn: the features have collapsed if kNN accuracy, at the upper end of its
+    interval, is below the best so far by more than this fraction of the best; null: off."""
     min_rank: Annotated[float, Field(gt=1, le=MOST_NUMBER)] | None = 2.0
-    """Masked training with probe rank: the features have collapsed if RankMe is below this; null: off."""
+    """Training without labels, with probe rank: the features have collapsed if RankMe is below this; null: off."""
+    min_prototypes: Size | None = 4
+    """Self-distillation: the features have collapsed if all evaluated images share fewer prototypes; null: off."""
     on_collapse: Literal["warn", "stop"] = "warn"
     """stop: save a checkpoint and end the run."""
 

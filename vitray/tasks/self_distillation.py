@@ -250,7 +250,7 @@ class SelfDistilled(nn.Module):
         weights["entropy"] = self.settings.dino
         values = {name: total / passes for name, total in zip(PARTS, sums, strict=True) if weights[name]}
         if self.settings.dino:
-            values["prototypes_used"] = float((used_K > 0).double().mean())
+            values["prototypes_used"] = float((used_K > 0).sum())
         if self.settings.centering == "center":
             values["center_norm"] = float(self.center.norm())
         return values

@@ -22,7 +22,7 @@ from vitray.training.host import Host
 from vitray.training.learner import Learner
 from vitray.training.messages import Evaluation, ExamplePictures, Note, Pictures
 from vitray.training.resolved import ResolvedRun
-from vitray.training.state import TrainState
+from vitray.training.state import TrainState, report_collapse
 
 
 class Evaluator:
@@ -150,8 +150,8 @@ def autocast(run: Run, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=run.compute.precision == "bf16")
 
 
-def log_scores(finished: Iterator[tuple[int, list[Score]]], state: TrainState, host: Host) -> None:
-    """Add finished evaluations to the state and send their metrics."""
+def log_scores(finished: Iterator[tuple[int, list[Score]]], run: Run, state: TrainState, host: Host) -> None:
+    """Add finished evaluations to the state and send their metrics; report features that have collapsed."""
     for step, scores in finished:
         corrupt = scores[-1].corrupt
         if corrupt and (state.latest is None or state.latest.corrupt != corrupt):
@@ -167,6 +167,7 @@ def log_scores(finished: Iterator[tuple[int, list[Score]]], state: TrainState, h
             host.send(Pictures(step, scores[-1].pictures))
         if scores[-1].examples is not None:
             host.send(ExamplePictures(step, scores[-1].examples))
+        report_collapse(step, scores[-1].others, run, state, host)
 
 
 def evaluation_message(score: Score) -> Evaluation:

@@ -287,7 +287,7 @@ def evaluate(worker: Worker, progress: Progress) -> None:
     if worker.triggers.evaluates(state.step):
         evaluator.start(state.step)
         prober.start(state.step, worker.learner, is_last=state.step == worker.resolved.length.total)
-    log_scores(evaluator.finished(), state, host)
+    log_scores(evaluator.finished(), worker.resolved.run, state, host)
     log_probes(prober.finished(), worker.resolved.run, state, host)
     state.pending, state.pending_probes = evaluator.pending, prober.pending
 
@@ -328,7 +328,7 @@ def finish(worker: Worker, progress: Progress, ending: Ending) -> WorkerResult:
             if total not in prober.pending:
                 prober.start(total, worker.learner, is_last=True)
         await_results(worker)
-        log_scores(evaluator.finished(wait=True), state, host)
+        log_scores(evaluator.finished(wait=True), run, state, host)
         log_probes(prober.finished(wait=True), run, state, host)
         if state.latest:
             host.send(evaluation_message(state.latest))

@@ -17,7 +17,7 @@ from vitray.training.learner import Learner
 from vitray.training.messages import FigurePictures, Note
 from vitray.training.probes import ProbeImages, network_weights, probe_weights, read_probe_images
 from vitray.training.resolved import ResolvedRun
-from vitray.training.state import TrainState
+from vitray.training.state import TrainState, report_collapse
 
 # Probes that may wait for their process: each holds a copy of the network.
 MOST_WAITING = 2
@@ -162,10 +162,4 @@ def log_probes(finished: Iterator[tuple[int, Probed]], run: Run, state: TrainSta
         if not values:
             continue
         host.send(state.recorded(step, {f"probe/{name}": float(value) for name, value in values.items()}))
-        if not run.task.traits.may_collapse:
-            continue
-        before, found = state.collapse, state.check_collapse(step, values, run.guard)
-        # A later probe does not take back a stop that all workers may have decided on.
-        state.collapse = (before or found) if run.guard.on_collapse == "stop" else found
-        if state.collapse and not before:
-            host.send(Note(f"collapse: {state.collapse}"))
+        report_collapse(step, values, run, state, host)

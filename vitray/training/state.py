@@ -5,9 +5,11 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from vitray.config import Run
 from vitray.config.training import Guard
 from vitray.metrics.scores import Score
-from vitray.training.messages import Metrics
+from vitray.training.host import Host
+from vitray.training.messages import Metrics, Note
 
 # Losses that a spike is compared with, and records that a checkpoint repeats.
 RECENT = 100
@@ -37,7 +39,9 @@ class TrainState:
     best_knn: float | None = None
     best_knn_step: int | None = None
     collapse: str | None = None
-    """How the features had collapsed at the last finished probes; not saved."""
+    """How the features had collapsed at the last finished probes or evaluation; not saved."""
+    watched: dict[str, float] = field(default_factory=dict)
+    """The latest probes and scores, by which a collapse is found; not saved."""
     rewinds: int = 0
     seconds: float = 0.0
     """Training time without evaluations, over all starts of the run."""
@@ -46,7 +50,7 @@ class TrainState:
 
     def as_json(self) -> dict[str, Any]:
         """Return the saved part of the state."""
-        return asdict(replace(self, latest=None, collapse=None))
+        return asdict(replace(self, latest=None, collapse=None, watched={}))
 
     @property
     def protected_steps(self) -> set[int]:
@@ -73,7 +77,7 @@ class TrainState:
             self.best_top1, self.best_step = latest.top1, step
 
     def check_collapse(self, step: int, values: Mapping[str, float], guard: Guard) -> str | None:
-        """Return how the features have collapsed at a step by its probes, or None; update the best kNN accuracy."""
+        """Return how the features have collapsed at a step by its probes or scores; update the best kNN accuracy."""
         name, knn = next((each for each in values.items() if each[0].startswith("knn")), ("", None))
         reasons = []
         if knn is not None:
@@ -88,6 +92,11 @@ class TrainState:
         rank = values.get("rankme")
         if rank is not None and guard.min_rank is not None and rank < guard.min_rank:
             reasons.append(f"RankMe is {rank:.3g}, below guard.min_rank, {guard.min_rank:g}")
+        used = values.get("prototypes_used")
+        if used is not None and guard.min_prototypes is not None and used < guard.min_prototypes:
+            reasons.append(
+                f"all images share {used:.0f} prototypes, below guard.min_prototypes, {guard.min_prototypes}"
+            )
         return f"at step {step:,} {' and '.join(reasons)}" if reasons else None
 
     def first_broken(self, losses: list[float], spike: float | None) -> int | None:
@@ -98,3 +107,20 @@ class TrainState:
             if not loss < float("inf") or is_spike:
                 return index
         return None
+
+
+def report_collapse(step: int, values: Mapping[str, float], run: Run, state: TrainState, host: Host) -> None:
+    """Report features that have collapsed by probes, or by the scores of the last evaluation, with the likely cause."""
+    traits = run.task.traits
+    if not traits.may_collapse:
+        return
+    state.watched.update(values)
+    before, found = state.collapse, state.check_collapse(step, state.watched, run.guard)
+    if found is not None:
+        suspects = traits.suspects(run.task, state.watched) if traits.suspects else []
+        suspects = suspects or [f"optim.lr, {run.optim.lr:g}, is too high, or optim.warmup too short"]
+        found = f"{found}; likely cause: {'; or '.join(suspects)}"
+    # A later probe does not take back a stop that all workers may have decided on.
+    state.collapse = (before or found) if run.guard.on_collapse == "stop" else found
+    if state.collapse and not before:
+        host.send(Note(f"collapse: {state.collapse}"))
