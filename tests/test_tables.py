@@ -21,6 +21,7 @@ from vitray.evaluation.page import render
 from vitray.exports.export import export_network
 from vitray.exports.options import TARGETS, ExportRequest, TargetTraits, check_request
 from vitray.exports.writers import COMPLETED, GRAPHS, write_torch_export
+from vitray.metrics.arrays import ProbeValues
 from vitray.metrics.probes import PROBES, Probe
 from vitray.models.counts import count, diagram
 from vitray.models.probabilities import probability_of
@@ -39,7 +40,7 @@ DOCS = ROOT / "docs"
 
 def mean_norm(inputs):
     """A probe."""
-    return {"mean_norm": float(np.linalg.norm(inputs.scored.features, axis=1).mean())}
+    return ProbeValues({"mean_norm": float(np.linalg.norm(inputs.scored.features, axis=1).mean())})
 
 
 def test_each_probe_has_its_traits_and_its_computation():

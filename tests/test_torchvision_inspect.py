@@ -181,7 +181,7 @@ def check_reasons(results, page, screen) -> set[str]:
 def test_a_convolutional_network_and_its_fine_tuning_have_the_figures_that_apply(place, tmp_path, capsys):
     results, page, screen = inspected(place, tmp_path, capsys, "shuffle", "tuned")
     lacking = check_reasons(results, page, screen)
-    assert lacking == {"distance", "branches", "positions", "norms", "layerscale"}
+    assert lacking == {"components", "distance", "branches", "positions", "norms", "layerscale"}
     assert "shuffle has no position embedding." in results["positions"].reasons
     assert "shuffle has no attention maps: torchvision/shufflenet_v2_x0_5 is not a ViT of vitray." in page
     assert "the 24 filters of 3 x 3 pixels of its first convolution" in results["filters"].drawings[0].caption

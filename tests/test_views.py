@@ -126,6 +126,14 @@ def test_dinos_colors_come_as_often_and_as_strong_as_they_say():
                 assert high - 0.02 < max(amounts[name]) <= high
 
 
+@pytest.mark.parametrize(("size", "share"), [((224, 300), 1.0), ((96, 96), 1.0), ((48, 32), 1 / 3)])
+def test_dinos_blur_is_less_on_small_views(size, share):
+    policy = DinoColors(jitter=0.0, gray=0.0, blur=(1.0,))
+    sigmas = [draw_policy(policy, size, generator(0, 0, "d", copy))[0].amount for copy in range(2000)]
+    assert 0.1 * share <= min(sigmas) < 0.11 * share
+    assert 1.99 * share < max(sigmas) <= 2.0 * share
+
+
 # ---- steps and workers -----------------------------------------------------------------------------------------------
 
 

@@ -75,8 +75,8 @@ class ThreeAugment(Section):
 
 class DinoColors(Section):
     """DINO's: jitter of brightness, contrast, saturation and hue in random order, then grayscale, Gaussian blur (sigma
-    0.1 to 2) and solarize, each by its chance. Where an image has several views, blur and solarize have the chance of
-    each, and the last one holds for all further views."""
+    0.1 to 2; in proportion less where a view is below 96 pixels) and solarize, each by its chance. Where an image has
+    several views, blur and solarize have the chance of each, and the last one holds for all further views."""
 
     kind: Literal["dino"] = "dino"
     jitter: Chance = 0.8

@@ -41,9 +41,8 @@ from vitray.metrics.probes import PROBES
 from vitray.models.probabilities import Probability
 
 MAX_MISTAKES = 16
-PROBE_TITLES = {name: title for probe in PROBES.values() for name, title in probe.titles.items()}
-# Of the scores by which networks are compared.
-COMPARED = {"top1": "top-1", "labels_top1": "top-1 by the label set"} | PROBE_TITLES
+# Titles of the scores by which networks are compared, beside those of probes.
+COMPARED = {"top1": "top-1", "labels_top1": "top-1 by the label set"}
 
 
 class Scored(NamedTuple):
@@ -116,7 +115,7 @@ class PairResult(NamedTuple):
     @property
     def title(self) -> str:
         """The title of the score."""
-        return COMPARED.get(self.score, self.score)
+        return (COMPARED | probe_titles()).get(self.score, self.score)
 
     def sentence(self) -> str:
         """Return the difference in words."""
@@ -189,6 +188,11 @@ class Evaluation(NamedTuple):
             f"{question} These {images:,} images cannot tell: {texts[largest.title]} is within chance; about"
             f" {needed:,} images would tell such a difference, or one of a point, with a chance of {POWER:.0%}."
         )
+
+
+def probe_titles() -> dict[str, str]:
+    """Return {score: title} of the scores of probes that are shown."""
+    return {name: title for probe in PROBES.values() for name, title in probe.titles.items()}
 
 
 def score(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vitray.evaluation.corruptions import ERROR_OF
-from vitray.evaluation.results import COMPARED, PROBE_TITLES, Evaluation, Result
+from vitray.evaluation.results import COMPARED, Evaluation, Result, probe_titles
 from vitray.metrics.few_shot import SHOTS
 from vitray.metrics.probes import PROBES
 
@@ -32,7 +32,7 @@ SHARE_OF = re.compile(r"linear_share([\d.e-]+)")
 
 def fixed_titles() -> dict[str, str]:
     """Return {score: title} in the order of the page, of the scores whose names do not depend on the evaluation."""
-    return TITLES | PROBE_TITLES | CORRUPTION_TITLES
+    return TITLES | probe_titles() | CORRUPTION_TITLES
 
 
 def titles_of(results: Sequence[Result]) -> dict[str, str]:

@@ -30,6 +30,8 @@ TIMM = (*SHARED, "invert", "solarize_add")
 TORCHVISION = (*SHARED, "identity")
 THREE_AUGMENT = ("gray", "solarize", "blur")
 JITTER = ("brightness", "contrast", "color")
+# The side of DINO's local views. Its blur would leave little of smaller ones.
+SMALLEST_OF_DINO = 96
 # The code of an operation is its place here.
 OPERATIONS = ("identity", *TIMM, "gray", "blur", "hue")
 # Amounts at the full scale, the same for both kinds of RandAugment.
@@ -74,7 +76,7 @@ def draw_policy(policy: Policy, size: tuple[int, int], rng: np.random.Generator,
             name = THREE_AUGMENT[rng.integers(3)]
             return [Operation(name, rng.uniform(0.1, 2.0) if name == "blur" else 128.0)]
         case DinoColors():
-            return _draw_dino(policy, rng, view)
+            return _draw_dino(policy, size, rng, view)
         case RandAugment():
             operations: list[Operation] = []
             for index in rng.integers(len(TIMM), size=policy.ops):
@@ -91,7 +93,7 @@ def draw_policy(policy: Policy, size: tuple[int, int], rng: np.random.Generator,
             assert_never(policy)
 
 
-def _draw_dino(policy: DinoColors, rng: np.random.Generator, view: int) -> list[Operation]:
+def _draw_dino(policy: DinoColors, size: tuple[int, int], rng: np.random.Generator, view: int) -> list[Operation]:
     operations: list[Operation] = []
     if rng.random() < policy.jitter:
         strengths = policy.brightness, policy.contrast, policy.saturation
@@ -102,7 +104,7 @@ def _draw_dino(policy: DinoColors, rng: np.random.Generator, view: int) -> list[
         operations.append(Operation("gray"))
     blur, solarize = (chances[min(view, len(chances) - 1)] for chances in (policy.blur, policy.solarize))
     if rng.random() < blur:
-        operations.append(Operation("blur", rng.uniform(0.1, 2.0)))
+        operations.append(Operation("blur", rng.uniform(0.1, 2.0) * min(1.0, min(size) / SMALLEST_OF_DINO)))
     if rng.random() < solarize:
         operations.append(Operation("solarize", 128.0))
     return operations
