@@ -35,8 +35,8 @@ down: .venv/.installed  ## save MLflow's records, and end the cluster
 	$(BIN)/ray exec $(CLUSTER) 'sudo systemctl start vitray-mlflow-save.service'
 	$(BIN)/ray down $(CLUSTER)
 
-# Two processes: the tests that share one Ray mostly wait for its workers, and run beside the others.
-PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20
+# Three processes for two CPUs: tests wait for other processes a third of their time.
+PYTEST := -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20
 
 # A test whose end hangs after its own timeout shows where, and ends its process.
 BOUND := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
