@@ -1,4 +1,4 @@
-"""Fine-tuning end to end on a real Ray with a real MLflow: from a model to its delta, at another size, interrupted."""
+"""Fine-tuning end to end with a real MLflow: from a model to its delta, at another size, interrupted, and on Ray."""
 
 import json
 import os
@@ -21,8 +21,6 @@ from vitray.training import checkpoints
 from vitray.weights import load_model, save_model
 from vitray.weights.freezing import part_of
 
-pytestmark = pytest.mark.ray
-
 SETTINGS = [
     "task.kind=finetune",
     "task.mode=attn",
@@ -33,7 +31,7 @@ SETTINGS = [
     "optim.lr=0.03",
     "optim.weight_decay=0",
     "optim.ema.decay=0.9",
-    "compute.workers=2",
+    "compute.workers=1",
     "checkpoint={every: 5 steps, keep: 9}",
     "evaluate.every=12 steps",
     "tracking.every=1 step",
@@ -41,7 +39,7 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, ray_cluster):
+def place(tmp_path_factory):
     """A folder with a dataset, a model of its classes at 32 px, a tracking store and a spool of its own."""
     folder = tmp_path_factory.mktemp("finetune")
     write_dataset(read_request("demo", str(folder / "demo"), overrides=["images=100", "image_size=48"]))
@@ -63,7 +61,8 @@ def recipe(place, *overrides):
 
 @pytest.fixture(scope="module")
 def tuned(place):
-    return train(recipe(place, "model.image_size=48", "tracking.register_as=tuned"), "tuned", str(place / "runs"))
+    run = recipe(place, "model.image_size=48", "tracking.register_as=tuned")
+    return train(run, "tuned", str(place / "runs"), here=True)
 
 
 def test_omitted_settings_come_from_the_weights(place):
@@ -164,14 +163,16 @@ def test_an_interrupted_fine_tuning_ends_bit_equal(place, tuned):
         shutil.rmtree(checkpoints.folder_of(str(run_dir), step))
     content = json.loads((run_dir / "run.json").read_text())
     (run_dir / "run.json").write_text(json.dumps(content | {"uid": "again"}))
-    outcome = train(recipe(place, "model.image_size=48", "tracking.register_as=null"), "again", str(place / "runs"))
+    run = recipe(place, "model.image_size=48", "tracking.register_as=null")
+    outcome = train(run, "again", str(place / "runs"), here=True)
     one, other = (load_file(Path(each.model) / "model.safetensors") for each in (outcome, tuned))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
-def test_two_workers_train_the_same_factors_and_their_delta_is_evaluated_merged(place, tmp_path):
+def test_two_workers_train_the_same_factors_and_their_delta_is_evaluated_merged(place, ray_cluster, tmp_path):
     """LoRA beside frozen weights in DDP: interrupted and resumed, the factors alone in its delta."""
     settings = ["task.mode=lora", "task.lora.rank=2", "tracking.register_as=null", "compute.workers=2"]
     outcome = train(recipe(place, *settings), "lora", str(place / "runs"))
@@ -213,4 +214,5 @@ def test_other_weights_under_the_same_name_are_refused(place, tuned):
     base = load_model(str(place / "base"))
     save_model(str(place / "changed"), base.run, ViT(base.vit.model), base.classes)
     with pytest.raises(ConfigError, match="changed: the weights have changed since the run started"):
-        train(recipe(place, "model.image_size=48", f"task.weights={place / 'changed'}"), "tuned", str(place / "runs"))
+        run = recipe(place, "model.image_size=48", f"task.weights={place / 'changed'}")
+        train(run, "tuned", str(place / "runs"), here=True)

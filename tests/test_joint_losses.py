@@ -528,7 +528,7 @@ def test_a_planted_collapse_ends_the_run_with_its_likely_cause(tmp_path, monkeyp
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlruns.db'}")
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "home"))
     write_dataset(tmp_path / "data", {"train": 64, "val": 32})
-    length = {"optim.duration": "100 steps", "optim.warmup": "0 steps", "optim.batch": 16, "evaluate.every": "10 steps"}
+    length = {"optim.duration": "30 steps", "optim.warmup": "0 steps", "optim.batch": 16, "evaluate.every": "10 steps"}
     where = {"data.url": str(tmp_path / "data"), "compute.workers": 1, "compute.cpus": 1}
     sound = DISTILLED | length | where | {"optim.lr": 1e-3, "guard.on_collapse": "stop", "task.prototypes": 64}
     planted = {"task.momentum": 0.0, "task.centering": "center", "task.center_momentum": 0.9999, "optim.lr": 0.1}
