@@ -187,6 +187,8 @@ class Tree:
                 # A process id may be in use again: `is_running` compares the times of start.
                 if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     alive.append(process)
+        if not alive:
+            self.process.poll()  # it may have ended since, and would be taken for running
         return alive
 
     def await_end(self, seconds: float) -> int:
