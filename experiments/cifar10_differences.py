@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from scipy import stats
 
+from vitray.metrics.intervals import holm
 from vitray.sweeps.report.results import CONFIDENCE, Interval, interval_of
 
 NOT_MEASURED = "not measured"
@@ -67,12 +68,3 @@ def p_of(interval: Interval) -> float:
         return 1.0
     error = half / stats.t.ppf((1 + CONFIDENCE) / 2, freedom)
     return float(2 * stats.t.sf(abs(interval.mean) / error, freedom))
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """Return p values that hold for all of them together: the smallest times n, the next times n - 1, ..."""
-    adjusted, largest = [0.0] * len(values), 0.0
-    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
-        adjusted[place] = largest
-    return adjusted

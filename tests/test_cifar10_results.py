@@ -16,7 +16,7 @@ import cifar10_pictures
 import cifar10_rates
 import cifar10_results
 import cifar10_zoo
-from cifar10_differences import change, differences, holm
+from cifar10_differences import change, differences
 from cifar10_texts import THINGS, Thing
 
 import tune_spaces
@@ -109,12 +109,6 @@ def test_means_and_paired_differences_are_those_of_scipy(tmp_path):
     assert re.match(r"\| 4x3 \| [\d.]+ \| 61\.00 \|  \|  \| 1 of 5 \|", row_of(page, "| 4x3 | "))
     assert re.match(r"\| 3x4 \| [\d.]+ \| not measured \|", row_of(page, "| 3x4 | "))
     assert "6x2 < 12x1" in row_of(page, f"| {DEPTH.title} ")
-
-
-def test_p_values_are_corrected_as_by_holm():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # as R's p.adjust
-    assert holm([0.6, 0.9]) == [1, 1]
-    assert holm([]) == []
 
 
 def test_a_pair_that_is_clear_only_by_itself_is_called_so():

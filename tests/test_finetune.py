@@ -213,6 +213,6 @@ def test_other_weights_under_the_same_name_are_refused(place, tuned):
     torch.manual_seed(1)
     base = load_model(str(place / "base"))
     save_model(str(place / "changed"), base.run, ViT(base.vit.model), base.classes)
+    run = recipe(place, "model.image_size=48", f"task.weights={place / 'changed'}")
     with pytest.raises(ConfigError, match="changed: the weights have changed since the run started"):
-        run = recipe(place, "model.image_size=48", f"task.weights={place / 'changed'}")
         train(run, "tuned", str(place / "runs"), here=True)
