@@ -18,7 +18,7 @@ from vitray.training.optim import build_optimizer
 
 BATCHES = (2, 4)
 VARIANTS = {
-    "supervised, 1 view": ("deit_s16_imagenet", {}),
+    "supervised, 1 view": ("plain_s16_imagenet", {}),
     "DINO, 2 global views": ("dino_s16_imagenet", {"data.views": {"local": None}}),
     "DINO, 2 global and 8 local views": ("dino_s16_imagenet", {}),
     "DINO and iBOT, 2 and 8": ("dino_s16_imagenet", {"task.ibot": 1.0}),
