@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_sets import write_dataset, write_network
+from lightly.loss import DINOLoss, IBOTPatchLoss, KoLeoLoss, LeJEPALoss
 from networks import scrambled
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -263,6 +264,62 @@ def test_self_distillation_is_its_reference(name):
     loss = ours(*inputs)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-10)
     assert_same_gradients(ours, loss, theirs, expected)
+
+
+# ---- the same losses of another library, which is a second reference -------------------------------------------------
+
+
+def parts_of(task: JointPrediction | SelfDistilled, inputs: list) -> dict[str, float]:
+    loss = task(*inputs)
+    return {"loss": float(loss.detach()), **task.read_metrics(training=True)}
+
+
+def test_lejepa_is_that_of_lightly(monkeypatch):
+    task, inputs = task_of(load_run(None, LEJEPA)), inputs_of(load_run(None, LEJEPA))
+    with torch.no_grad():
+        projected = task.head(torch.cat([task.vit(views.flatten(0, 1)) for views in inputs]))
+    large = projected[: 2 * IMAGES].unflatten(0, (IMAGES, 2)).transpose(0, 1)
+    small = projected[2 * IMAGES :].unflatten(0, (IMAGES, 3)).transpose(0, 1)
+    theirs = LeJEPALoss(lambda_param=0.3).double()
+    monkeypatch.setattr(theirs.sigreg, "_generate_unit_vectors", lambda *_args: task.directions)
+    expected = float(theirs(local_proj=small, global_proj=large))
+    assert parts_of(task, inputs)["loss"] == pytest.approx(expected, abs=1e-6)  # its knots are of float32
+
+
+def test_self_distillation_is_that_of_lightly():
+    run = load_run(None, OBJECTIVES["center"])
+    task, (images, small, _, _) = task_of(run), inputs_of(run)
+    masks = torch.rand(IMAGES, 2, 16, generator=torch.Generator().manual_seed(2)) < 0.4
+    assert (masks.sum(2) > 0).all()  # lightly divides by all views, vitray by the masked ones
+    center, patch_center = torch.linspace(-0.2, 0.3, 12).double(), torch.linspace(0.1, -0.3, 12).double()
+    task.center.copy_(center)
+    task.patch_center.copy_(patch_center)
+
+    with torch.no_grad():
+        seen = task.teacher.vit.tokens(images.flatten(0, 1))
+        taught = task.teacher.head(task.teacher.vit.norm(seen[:, 0])).unflatten(0, (IMAGES, 2))
+        tokens = task._masked_tokens(images.flatten(0, 1), masks.flatten(0, 1))
+        vectors = task.vit.norm(tokens[:, 0])
+        own = [*task.head(vectors).unflatten(0, (IMAGES, 2)).unbind(1)]
+        own += [task.head(task.vit(small[:, at])) for at in range(small.shape[1])]
+        hidden = masks.flatten()
+        taught_patches = task.teacher.head(task.teacher.vit.norm(seen[:, 1:].flatten(0, 1)[hidden]))
+        own_patches = task.head(task.vit.norm(tokens[:, 1:].flatten(0, 1)[hidden]))
+        dino = DINOLoss(output_dim=12, teacher_temp=task.temperature)
+        dino.center.copy_(center)
+        ibot = IBOTPatchLoss(output_dim=12, teacher_temp=task.temperature)
+        ibot.center.center.copy_(patch_center)
+        views = vectors.unflatten(0, (IMAGES, 2)).unbind(1)
+        expected = {
+            "dino": float(dino(list(taught.unbind(1)), own)),
+            "ibot": float(ibot(taught_patches, own_patches, masks.flatten(0, 1).unflatten(1, (4, 4)))),
+            "koleo": sum(float(KoLeoLoss()(each)) for each in views) / 2,
+        }
+    found = parts_of(task, [images, small, masks, int(masks.sum())])
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-6), name
+    torch.testing.assert_close(task.center, dino.center.flatten().double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(task.patch_center, ibot.center.value.flatten().double(), rtol=0, atol=1e-6)
 
 
 def test_the_center_follows_the_teachers_outputs_in_training_alone():
