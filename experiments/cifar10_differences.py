@@ -1,13 +1,13 @@
-"""Paired differences between the cells of a thing, with Holm's correction for their number."""
+"""Differences between the cells of a thing: Dunnett's from a control, or Tukey's of all pairs."""
 
-import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from cifar10_texts import Thing
 from scipy import stats
 
-from vitray.metrics.intervals import holm
-from vitray.sweeps.report.results import CONFIDENCE, Interval, interval_of
+from vitray.metrics.groups import LEVEL, GroupDifference, Pooled, dunnett, pool, tukey
 
 NOT_MEASURED = "not measured"
 Scores = Mapping[str, Mapping[int, float]]
@@ -15,56 +15,56 @@ Scores = Mapping[str, Mapping[int, float]]
 
 
 class Difference(NamedTuple):
-    """The mean difference of two cells over their common seeds; without two of them, not measured."""
+    """A difference of two cells; without two seeds of both, not measured."""
 
     one: str
     other: str
-    interval: Interval | None
-    p: float | None
-    """Student's, for no difference, after Holm's correction."""
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether it is significant among all differences of its thing."""
-        return self.p is not None and self.p < 1 - CONFIDENCE
+    found: GroupDifference | None
 
     @property
     def verdict(self) -> str:
         """The result in words."""
-        if self.interval is None:
+        if self.found is None:
             return NOT_MEASURED
-        higher = f"{self.other if self.interval.mean < 0 else self.one} is higher"
-        return higher if self.is_clear else f"{higher}, if taken alone" if self.interval.is_clear else "not significant"
+        higher = self.other if self.found.mean < 0 else self.one
+        return f"{higher} is higher" if self.found.is_clear else "not significant"
 
 
-def differences(pairs: Sequence[tuple[str, str]], scores: Scores) -> list[Difference]:
-    """Return the differences of pairs of cells, corrected for their number."""
-    intervals = [paired(scores[one], scores[other]) for one, other in pairs]
-    adjusted = iter(holm([p_of(interval) for interval in intervals if interval]))
-    return [
-        Difference(*pair, interval, next(adjusted) if interval else None)
-        for pair, interval in zip(pairs, intervals, strict=True)
-    ]
+class Interval(NamedTuple):
+    """A mean and its 95 % interval by Student."""
+
+    mean: float
+    low: float
+    high: float
 
 
-def paired(one: Mapping[int, float], other: Mapping[int, float]) -> Interval | None:
-    """Return the mean paired difference over common seeds with Student's interval; None below two seeds."""
-    seeds = sorted(one.keys() & other.keys())
-    return interval_of([one[seed] - other[seed] for seed in seeds]) if len(seeds) > 1 else None
+def pooled_cells(thing: Thing, scores: Scores) -> Pooled | None:
+    """Return the cells with several seeds under one variance."""
+    return pool({label: each for label, each in scores.items() if len(each) > 1}, thing.shares_networks)
 
 
-def change(pairs: Sequence[tuple[str, str]], scores: Scores) -> Interval | None:
-    """Return by how much a first difference of two cells is above a second one, paired by seed."""
-    first, second = (
-        {seed: scores[a][seed] - scores[b][seed] for seed in scores[a] if seed in scores[b]} for a, b in pairs
-    )
-    return paired(first, second)
+def differences(thing: Thing, pairs: Sequence[tuple[str, str]], scores: Scores) -> list[Difference]:
+    """Return the differences of pairs of cells; intervals and p hold for all of them together."""
+    pooled, found = pooled_cells(thing, scores), dict[tuple[str, str], GroupDifference]()
+    if pooled is not None and thing.control is None:
+        known = [pair for pair in pairs if {*pair} <= {*pooled.groups}]
+        found = dict(zip(known, tukey(pooled, known), strict=True))
+    elif pooled is not None and thing.control in pooled.groups:
+        found = {(label, thing.control): each for label, each in dunnett(pooled, thing.control).items()}
+    return [Difference(*pair, found.get(pair)) for pair in pairs]
 
 
-def p_of(interval: Interval) -> float:
-    """Return Student's two-sided p of a mean of zero; 1 without a spread, which gives no verdict."""
-    half, freedom = (interval.high - interval.low) / 2, interval.n - 1
-    if half <= 1e-9 * abs(interval.mean) or math.isnan(half):
-        return 1.0
-    error = half / stats.t.ppf((1 + CONFIDENCE) / 2, freedom)
-    return float(2 * stats.t.sf(abs(interval.mean) / error, freedom))
+def contrast(pooled: Pooled | None, weights: Mapping[str, float]) -> Interval | None:
+    """Return a sum of means times weights with Student's interval; None if one of them is not measured."""
+    if pooled is None or not weights.keys() <= {*pooled.groups}:
+        return None
+    mean, error = pooled.contrast(weights)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, pooled.freedom)) * error
+    return Interval(mean, mean - half, mean + half)
+
+
+def interval_of(values: Sequence[float]) -> Interval:
+    """Return Student's interval of two values or more."""
+    mean = statistics.fmean(values)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    return Interval(mean, mean - half, mean + half)

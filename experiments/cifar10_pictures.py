@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cifar10_differences import interval_of
 from cifar10_results import DOCS, LABELS_PICTURE, Measured, label_curves, measured
 from cifar10_texts import THINGS, Thing
 from matplotlib.axes import Axes
@@ -11,7 +12,6 @@ from matplotlib.figure import Figure
 
 from vitray.pages.plotting import LIGHT, new_figure, style_axis, to_png
 from vitray.sweeps.report.drawing import Label, label_ends
-from vitray.sweeps.report.results import interval_of
 
 IMAGES = DOCS / "images"
 

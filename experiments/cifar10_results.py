@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from cifar10_differences import NOT_MEASURED, Difference, change, differences, paired
+from cifar10_differences import NOT_MEASURED, Difference, Interval, contrast, differences, interval_of, pooled_cells
 from cifar10_rates import NOT_CHOSEN
 from cifar10_records import NOTHING, collect, records_text
 from cifar10_texts import (
@@ -34,7 +34,7 @@ from cifar10_texts import (
 import tune_spaces
 from pipelines import recipes
 from vitray.config import load_run
-from vitray.sweeps.report.results import Interval, interval_of
+from vitray.metrics.groups import GroupDifference
 from vitray.sweeps.space import check_space, read_space, resolve_stages
 
 HERE = Path(__file__).parent
@@ -111,11 +111,18 @@ def measured(thing: Thing, records: Mapping[str, Any]) -> dict[str, Measured]:
 
 def compared(thing: Thing, cells: Mapping[str, Measured]) -> list[Difference]:
     """Return the differences of a thing's pairs of cells."""
-    return differences(pairs_of(thing, list(cells)), {label: each.scores for label, each in cells.items()})
+    return differences(thing, pairs_of(thing, list(cells)), scores_of(cells))
+
+
+def scores_of(cells: Mapping[str, Measured]) -> dict[str, dict[int, float]]:
+    """Return {cell: {seed: score}}."""
+    return {label: each.scores for label, each in cells.items()}
 
 
 def pairs_of(thing: Thing, labels: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the pairs of cells that a thing compares: each with each, or each with the one of its reference."""
+    """Return the pairs of cells that a thing compares: each with each, with its control, or with its references."""
+    if thing.control is not None:
+        return [(label, thing.control) for label in labels if label != thing.control]
     if thing.references is None:
         return list(combinations(labels, 2))
     return [(label, other) for label in labels for other in thing.references(label)]
@@ -151,21 +158,20 @@ def machine(records: Mapping[str, Any]) -> str:
 
 def summary(records: Mapping[str, Any]) -> str:
     """Return a row for each thing: its pairs by verdict, and the number of those not measured."""
-    rows = ["| thing | significant | only if taken alone | not significant | not measured |", "|---|---|---|---|---|"]
+    rows = ["| thing | significant | not significant | not measured |", "|---|---|---|---|"]
     for thing in THINGS:
         unclear, missing, pairs = [], 0, compared(thing, measured(thing, records))
         clear: dict[str, list[str]] = {}
-        alone: dict[str, list[str]] = {}
         for each in pairs:
-            if each.interval is None:
+            if each.found is None:
                 missing += 1
-            elif each.interval.is_clear:
-                low, high = (each.one, each.other) if each.interval.mean < 0 else (each.other, each.one)
-                (clear if each.is_clear else alone).setdefault(low, []).append(high)
+            elif each.found.is_clear:
+                low, high = (each.one, each.other) if each.found.mean < 0 else (each.other, each.one)
+                clear.setdefault(low, []).append(high)
             else:
                 unclear.append(f"{each.one} and {each.other}")
-        texts = [[f"{low} < {' / '.join(labels)}" for low, labels in higher.items()] for higher in (clear, alone)]
-        columns = ["<br>".join(lines) or "-" for lines in (*texts, unclear)]
+        lines = [f"{low} < {' / '.join(labels)}" for low, labels in clear.items()]
+        columns = ["<br>".join(texts) or "-" for texts in (lines, unclear)]
         rows.append(f"| {thing.title} | {' | '.join(columns)} | {missing} of {len(pairs)} pairs |")
     return "\n".join(rows)
 
@@ -190,7 +196,8 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
     yield cells_table(cells)
     yield differences_table(thing, cells)
     if thing.references is stem_references:
-        yield f"How much of a stem's lead over the linear one is left after pre-training:\n\n{changes_table(cells)}"
+        yield "How much of a stem's lead over the linear one is left after pre-training, with Student's intervals:"
+        yield changes_table(thing, cells)
     if any(each.is_drawn for each in cells.values()):
         yield f"![Learning curves of {thing.title}](images/{thing.picture})"
         yield "Means over the seeds of the table, with Student's 95 % interval at each step."
@@ -249,10 +256,10 @@ def cells_table(cells: Mapping[str, Measured]) -> str:
 
 
 def differences_table(thing: Thing, cells: Mapping[str, Measured]) -> str:
-    """Return the paired differences of a thing."""
-    rows = ["| difference | points | interval, 95 % | seeds | p, corrected | verdict |", "|---|---|---|---|---|---|"]
+    """Return the differences of a thing."""
+    rows = ["| difference | points | interval, 95 % | p | verdict |", "|---|---|---|---|---|"]
     for each in compared(thing, cells):
-        texts = [*interval_texts(each.interval), "" if each.p is None else p_text(each.p)]
+        texts = [*interval_texts(each.found), "" if each.found is None else p_text(each.found.p)]
         rows.append(f"| {each.one} − {each.other} | {' | '.join(texts)} | {each.verdict} |")
     return "\n".join(rows)
 
@@ -262,23 +269,23 @@ def p_text(p: float) -> str:
     return f"{p:.3f}" if p >= 0.0005 else "<0.001"
 
 
-def interval_texts(interval: Interval | None) -> list[str]:
-    """Return mean, bounds and number of a difference in points."""
+def interval_texts(interval: Interval | GroupDifference | None) -> list[str]:
+    """Return mean and bounds of a difference in points."""
     if interval is None:
-        return ["", "", "0"]
-    bounds = f"{100 * interval.low:+.2f} to {100 * interval.high:+.2f}"
-    return [f"{100 * interval.mean:+.2f}", bounds, str(interval.n)]
+        return ["", ""]
+    return [f"{100 * interval.mean:+.2f}", f"{100 * interval.low:+.2f} to {100 * interval.high:+.2f}"]
 
 
-def changes_table(cells: Mapping[str, Measured]) -> str:
+def changes_table(thing: Thing, cells: Mapping[str, Measured]) -> str:
     """Return by how much each stem's lead over the linear one changes by pre-training."""
-    scores = {label: each.scores for label, each in cells.items()}
-    rows = ["| lead over linear | with labels | after | change | interval, 95 % | seeds |", "|---|---|---|---|---|---|"]
+    pooled = pooled_cells(thing, scores_of(cells))
+    rows = ["| lead over linear | with labels | after | change | interval, 95 % |", "|---|---|---|---|---|"]
     for stem, route in product(("hmlp_bn", "hmlp_ln", "conv"), ("beit", "mae")):
-        after, before = ((f"{stem}, {each}", f"linear, {each}") for each in (route, "supervised"))
-        leads = [paired(scores[one], scores[other]) for one, other in (before, after)]
+        before, after = ({f"{stem}, {each}": 1.0, f"linear, {each}": -1.0} for each in ("supervised", route))
+        leads = [contrast(pooled, lead) for lead in (before, after)]
         texts = [f"{100 * lead.mean:+.2f}" if lead else "" for lead in leads]
-        rows.append(f"| {stem}, {route} | {' | '.join([*texts, *interval_texts(change([after, before], scores))])} |")
+        change = contrast(pooled, after | {label: -weight for label, weight in before.items()})
+        rows.append(f"| {stem}, {route} | {' | '.join([*texts, *interval_texts(change)])} |")
     return "\n".join(rows)
 
 

@@ -16,7 +16,7 @@ import cifar10_pictures
 import cifar10_rates
 import cifar10_results
 import cifar10_zoo
-from cifar10_differences import change, differences
+from cifar10_differences import contrast, pooled_cells
 from cifar10_texts import THINGS, Thing
 
 import tune_spaces
@@ -84,7 +84,7 @@ def test_without_records_every_cell_is_not_measured():
     assert "not significant |" not in page.partition("## Thing 1")[2]
 
 
-def test_means_and_paired_differences_are_those_of_scipy(tmp_path):
+def test_means_and_differences_are_those_of_scipy(tmp_path):
     one, other = [0.600, 0.612, 0.607, 0.605, 0.611], [0.590, 0.599, 0.600, 0.594, 0.597]
     scores = {f"12x1 seed={seed}": score for seed, score in enumerate(one)}
     scores |= {f"6x2 seed={seed}": score for seed, score in enumerate(other)}
@@ -97,37 +97,38 @@ def test_means_and_paired_differences_are_those_of_scipy(tmp_path):
     assert row_of(page, "| 12x1 | ").startswith(
         f"| 12x1 | {rate} | {mean} | {low:.2f} to {high:.2f} | {spread:.2f} | 5 of 5 | 60 | 50 | 2.50 |"
     )
-    paired = stats.ttest_rel([100 * each for each in one], [100 * each for each in other])
-    low, high = paired.confidence_interval(0.95)
-    difference = f"{100 * (sum(one) - sum(other)) / 5:+.2f}"
-    p = stats.ttest_rel(one, other).pvalue  # of the only measured pair
-    assert row_of(page, "| 12x1 − 6x2 ") == (
-        f"| 12x1 − 6x2 | {difference} | {low:+.2f} to {high:+.2f} | 5 | {p:.3f} | 12x1 is higher |"
-    )
-    # A single common seed gives no interval, and a cell without a trial none at all.
-    assert row_of(page, "| 12x1 − 4x3 ").endswith("| 0 |  | not measured |")
+    tested = stats.tukey_hsd([100 * each for each in one], [100 * each for each in other])  # of the only measured pair
+    bounds = tested.confidence_interval()
+    texts = f"{tested.statistic[0, 1]:+.2f} | {bounds.low[0, 1]:+.2f} to {bounds.high[0, 1]:+.2f}"
+    assert row_of(page, "| 12x1 − 6x2 ") == f"| 12x1 − 6x2 | {texts} | {tested.pvalue[0, 1]:.3f} | 12x1 is higher |"
+    # A single seed is not compared, nor a cell without a trial.
+    assert row_of(page, "| 12x1 − 4x3 ").endswith("|  |  |  | not measured |")
     assert re.match(r"\| 4x3 \| [\d.]+ \| 61\.00 \|  \|  \| 1 of 5 \|", row_of(page, "| 4x3 | "))
     assert re.match(r"\| 3x4 \| [\d.]+ \| not measured \|", row_of(page, "| 3x4 | "))
     assert "6x2 < 12x1" in row_of(page, f"| {DEPTH.title} ")
 
 
-def test_a_pair_that_is_clear_only_by_itself_is_called_so():
-    # The first pair has p = 0.031 alone, and 0.062 beside another.
-    noise = [0.2, 0.8, 1.6, 0.4, 1.9]
-    scores = {"a": dict(enumerate(noise)), "b": dict.fromkeys(range(5), 0.0), "c": dict(enumerate([0, 1, -1, 1, -1]))}
-    alone, beside, other = *differences([("a", "b")], scores), *differences([("a", "b"), ("c", "b")], scores)
-    p = stats.ttest_1samp(noise, 0).pvalue
-    assert (alone.p, beside.p) == pytest.approx((p, 2 * p))
-    assert 0.025 < p < 0.05
-    verdicts = [each.verdict for each in (alone, beside, other)]
-    assert verdicts == ["a is higher", "a is higher, if taken alone", "not significant"]
+def test_a_change_of_leads_is_a_contrast_of_four_cells():
+    values = {"a": [5, 7, 6], "b": [1, 2, 3], "c": [4, 6, 4], "d": [2, 2, 3]}
+    pooled = pooled_cells(STEMS, {label: dict(enumerate(each)) for label, each in values.items()})
+    interval = contrast(pooled, {"a": 1.0, "b": -1.0, "c": -1.0, "d": 1.0})
+    variance = sum(stats.tvar(each) for each in values.values()) / 4
+    half = stats.t.ppf(0.975, 8) * (4 * variance / 3) ** 0.5
+    assert interval == pytest.approx((5 / 3, 5 / 3 - half, 5 / 3 + half))
+    assert contrast(pooled, {"a": 1.0, "e": -1.0}) is None
 
 
-def test_a_change_of_leads_is_paired_by_seed():
-    first, second, third, fourth = (dict(enumerate(values)) for values in ([5, 7, 6], [1, 2, 3], [4, 6, 4], [2, 2, 2]))
-    interval = change([("a", "b"), ("c", "d")], {"a": first, "b": second, "c": third, "d": fourth})
-    expected = stats.ttest_1samp([2, 1, 1], 0).confidence_interval(0.95)
-    assert (interval.mean, interval.low, interval.high) == pytest.approx((4 / 3, *expected))
+def test_cells_that_start_from_the_same_networks_are_compared_with_their_control_by_seed(tmp_path):
+    of_network = [0.60, 0.70, 0.65, 0.75, 0.55]
+    scores = {f"mode=full seed={seed}": score for seed, score in enumerate(of_network)}
+    scores |= {f"mode=attn seed={seed}": score + 0.01 + 0.001 * (-1) ** seed for seed, score in enumerate(of_network)}
+    made_sweep(tmp_path, MODES, scores)
+    page = cifar10_results.page(cifar10_results.collect(str(tmp_path)))
+    attn = [score for name, score in scores.items() if "attn" in name]
+    bounds = stats.ttest_rel(attn, of_network).confidence_interval(0.95)  # of two cells, the same
+    assert row_of(page, "| attn − full ").startswith(f"| attn − full | +1.02 | {100 * bounds.low:+.2f} to ")
+    assert row_of(page, "| attn − full ").endswith("| <0.001 | attn is higher |")
+    assert "full < attn" in row_of(page, f"| {MODES.title} ")
 
 
 def test_differences_that_chance_explains_cannot_be_told_apart(tmp_path):
@@ -136,7 +137,7 @@ def test_differences_that_chance_explains_cannot_be_told_apart(tmp_path):
     made_sweep(tmp_path, MODES, scores)
     page = cifar10_results.page(cifar10_results.collect(str(tmp_path)))
     p = stats.ttest_rel([0.7] * 5, [0.71, 0.69, 0.71, 0.69, 0.71]).pvalue
-    assert row_of(page, "| attn − full ").endswith(f"| 5 | {p:.3f} | not significant |")
+    assert row_of(page, "| attn − full ").endswith(f"| {p:.3f} | not significant |")
     assert "attn and full" in row_of(page, f"| {MODES.title} ")
     assert "ffn − attn" not in page
 

@@ -683,6 +683,14 @@ def test_all_spaces_are_listed():
     assert tune_spaces.path_of("mine.yaml").name == "mine.yaml"
 
 
+def test_trials_share_a_stage_that_depends_on_their_seed_alone():
+    shared = {path.stem: read_space(path).shared_stage for path in SPACES}
+    assert {name: stage for name, stage in shared.items() if stage} == {
+        "cifar10_finetune_mode": "pretrained",
+        "cifar10_finetune_mode_rates": "pretrained",
+    }
+
+
 @pytest.mark.parametrize("path", SPACES, ids=lambda path: path.stem)
 def test_every_point_of_every_command_is_a_run_with_a_schedule(path):
     assert sweeps(path), f"{path.name}: its header has no `vitray sweep` command"

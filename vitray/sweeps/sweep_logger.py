@@ -202,6 +202,7 @@ class SweepLogger:
             command=self.command,
             circumstances=host_facts.facts(),
             trials=trials,
+            shared_stage=space.shared_stage,
         )
         with scratch_folder() as folder:
             for path in write_report(result, folder):

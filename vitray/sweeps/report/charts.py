@@ -36,7 +36,6 @@ from vitray.sweeps.report.results import (
     TrialResult,
     canonical,
     label_of,
-    pairs_of,
     pareto_front,
     varied_settings,
 )
@@ -89,8 +88,8 @@ def draw_groups(results: Results) -> Drawing | None:
 
 
 def draw_differences(results: Results) -> Drawing | None:
-    """Draw the paired differences of groups with their intervals."""
-    pairs, measure = pairs_of(results), results.measure
+    """Draw the differences of groups with their intervals."""
+    pairs, measure = results.pairs, results.measure
     if not pairs:
         return None
     left_out = max(0, len(pairs) - MOST_ROWS // 2)  # a pair takes two rows
@@ -117,9 +116,9 @@ def draw_differences(results: Results) -> Drawing | None:
         return figure
 
     alt = listed([f"{_pair_name(pair)} {_interval(pair, results)}" for pair in pairs])
-    caption = "A line is a 95 % confidence interval, colored if it excludes zero."
+    caption = "A line is a 95 % interval that holds for all pairs together, colored if it excludes zero."
     caption += f" The table lists {left_out} more." if left_out else ""
-    return Drawing("differences", f"Paired differences of {measure.goal}: {alt}", caption, draw)
+    return Drawing("differences", f"Differences of {measure.goal}: {alt}", caption, draw)
 
 
 def _pair_name(pair: Pair) -> str:

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from vitray.config.parsing import quoted, spelled
+from vitray.metrics.groups import MOST_SEEDS
+from vitray.metrics.intervals import POWER
 from vitray.pages.files import FORMULA_STARTS, csv_text
 from vitray.pages.plotting import DARK, LIGHT, to_png
 from vitray.pages.rendering import Column, PageSection, Picture, Table, render_page
@@ -33,7 +35,6 @@ from vitray.sweeps.report.results import (
     best_first,
     hours_text,
     leader,
-    pairs_of,
     results_of,
     short_name,
     value_text,
@@ -170,13 +171,12 @@ def _seeds_verdict(results: Results) -> Iterator[str]:
         return
     first = groups[0]
     yield f"Best on average: {first.label}, {results.score_text(first)}."
-    pair = next((pair for pair in pairs_of(results) if pair.one == first), None)
+    pair = next((pair for pair in results.pairs if pair.one == first), None)
     if pair is not None:
         mean, low, high = (measure.signed(value) for value in pair.difference[:3])
-        verdict = VERDICTS[pair.difference.verdict(measure.mode)]
         yield (
-            f"Over {pair.difference.n} common seeds it {verdict} {pair.other.label}: "
-            f"{mean}, with a 95 % interval from {low} to {high}."
+            f"It {VERDICTS[pair.verdict(measure.mode)]} {pair.other.label}: {mean}, with a 95 % interval from {low} to"
+            f" {high}."
         )
 
 
@@ -204,22 +204,26 @@ def _groups(results: Results, pictures: Sequence[Picture]) -> Mapping[str, Any] 
 
 
 def _differences(results: Results, pictures: Sequence[Picture]) -> Mapping[str, Any] | None:
-    pairs, measure = pairs_of(results), results.measure
+    pairs, measure = results.pairs, results.measure
     if not pairs:
         return None
-    correction = f", not corrected for {len(pairs)} comparisons" if len(pairs) > 1 else ""
-    prose = (
-        "One group minus the other, paired by seed, so that effects of the seed cancel."
-        f" Each interval is Student's at 95 %{correction}."
-    )
-    if len(results.scored) - 1 == len(pairs) > 1:
-        prose += " All are compared with the best group, which slightly favors it."
+    prose = "One group minus the other. Seeds are taken to scatter alike in all groups"
+    if results.sweep.shared_stage is not None:
+        prose += f", but for the effect that each has on all of them through {results.sweep.shared_stage}"
+    prose += ". Intervals (95 %) and p are Tukey's: they hold for all pairs of groups together."
+    if measure.is_share:
+        seeds = results.seeds_to_tell or f"more than {MOST_SEEDS:,}"
+        prose += f" To find a difference of one point, with a chance of {100 * POWER:g} %, takes {seeds} seeds a group."
     rows = []
-    for one, other, gap in pairs:
-        interval, verdict = f"{measure.signed(gap.low)} to {measure.signed(gap.high)}", gap.verdict(measure.mode)
-        rows.append([one.label, other.label, measure.signed(gap.mean), interval, str(gap.n), verdict])
+    for pair in pairs:
+        mean, low, high, p = pair.difference
+        interval, counts = f"{measure.signed(low)} to {measure.signed(high)}", (pair.one.scores, pair.other.scores)
+        n = ", ".join(dict.fromkeys(str(len(scores)) for scores in counts))
+        texts = [measure.signed(mean), interval, f"{p:.2g}", n, pair.verdict(measure.mode)]
+        rows.append([pair.one.label, pair.other.label, *texts])
     unit = "difference, points" if measure.is_share else "difference"
-    heads = [Column("group"), Column("minus"), Column(unit, True), Column("95 % interval", True), Column("n", True)]
+    heads = [Column("group"), Column("minus"), Column(unit, True), Column("95 % interval", True)]
+    heads += [Column("p", True), Column("n", True)]
     table = Table("Differences", [*heads, Column("first group")], rows)
     return {"prose": prose, "pictures": pictures, "table": table}
 

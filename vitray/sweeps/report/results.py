@@ -9,6 +9,7 @@ from itertools import combinations
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from vitray.config.model_names import Name
+from vitray.metrics.groups import GroupDifference, pool, seeds_to_tell, tukey
 from vitray.sweeps.report.papers import PaperResult
 from vitray.sweeps.space import shape_of
 
@@ -19,7 +20,6 @@ GoalMode = Literal["max", "min"]
 SEED, MODEL, LR = "seed", "model.name", "optim.lr"
 # Settings whose values need no name beside them.
 UNNAMED = (MODEL, "task.mode")
-CONFIDENCE = 0.95
 # Up to this number of groups, each is compared with each; more are compared with the best one.
 MOST_COMPARED = 5
 
@@ -77,6 +77,8 @@ class SweepResult(NamedTuple):
     circumstances: dict[str, str]
     """Hardware, versions, the code's commit."""
     trials: list[TrialResult]
+    shared_stage: str | None = None
+    """The stage from which all trials of a seed start, whatever their other settings; None: they share nothing."""
 
 
 class Cost(NamedTuple):
@@ -279,33 +281,19 @@ class Group(NamedTuple):
         return summary(costs) if costs else None
 
 
-class Interval(NamedTuple):
-    """A mean of n differences and its 95 % confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether zero lies outside. Equal differences, which two seeds can have, give no spread and so no verdict."""
-        return (self.low > 0 or self.high < 0) and self.high - self.low > 1e-9 * abs(self.mean)
-
-    def verdict(self, mode: GoalMode) -> str:
-        """Whether the first of two groups is clearly better or worse."""
-        if not self.is_clear:
-            return "no clear difference"
-        return "better" if (self.mean > 0) == (mode == "max") else "worse"
-
-
 class Pair(NamedTuple):
-    """The difference of two groups over the seeds that both finished."""
+    """The difference of two groups; the intervals and p of all pairs hold together."""
 
     one: Group
     other: Group
-    difference: Interval
+    difference: GroupDifference
     """One minus the other."""
+
+    def verdict(self, mode: GoalMode) -> str:
+        """Whether the first of the groups is clearly better or worse."""
+        if not self.difference.is_clear:
+            return "no clear difference"
+        return "better" if (self.difference.mean > 0) == (mode == "max") else "worse"
 
 
 class Results(NamedTuple):
@@ -314,6 +302,10 @@ class Results(NamedTuple):
     sweep: SweepResult
     measure: Measure
     groups: list[Group]
+    pairs: list[Pair]
+    """Of groups with several finished seeds, the better group first."""
+    seeds_to_tell: int | None
+    """The seeds a group with which a difference of one point would be found; None: too many, or no shares."""
 
     @property
     def scored(self) -> list[Group]:
@@ -351,10 +343,21 @@ class Results(NamedTuple):
 
 
 def results_of(sweep: SweepResult) -> Results:
-    """Return the groups of a sweep, the best first."""
+    """Return the groups of a sweep, the best first, and their differences."""
     measure = Measure(sweep.goal, sweep.mode)
     groups = grouped(sweep.trials)
-    return Results(sweep, measure, sorted(groups, key=lambda group: measure.rank(group.mean if group.scores else None)))
+    groups.sort(key=lambda group: measure.rank(group.mean if group.scores else None))
+    repeated = {str(place): group for place, group in enumerate(groups) if len(group.scores) > 1}
+    pooled = pool({place: group.scores for place, group in repeated.items()}, by_seed=sweep.shared_stage is not None)
+    if pooled is None:
+        return Results(sweep, measure, groups, [], None)
+    first, *rest = repeated
+    pairs = list(combinations(repeated, 2)) if len(repeated) <= MOST_COMPARED else [(first, other) for other in rest]
+    found = [
+        Pair(repeated[one], repeated[other], difference)
+        for (one, other), difference in zip(pairs, tukey(pooled, pairs), strict=True)
+    ]
+    return Results(sweep, measure, groups, found, seeds_to_tell(pooled, 0.01) if measure.is_share else None)
 
 
 def grouped(trials: Sequence[TrialResult]) -> list[Group]:
@@ -371,29 +374,6 @@ def grouped(trials: Sequence[TrialResult]) -> list[Group]:
 
 def _without_seed(settings: dict[str, Any]) -> dict[str, Any]:
     return {path: value for path, value in settings.items() if path != SEED}
-
-
-def pairs_of(results: Results) -> list[Pair]:
-    """Return pairs of groups with at least two common finished seeds, the better group first."""
-    groups = results.scored
-    candidates = (
-        combinations(groups, 2) if len(groups) <= MOST_COMPARED else ((groups[0], other) for other in groups[1:])
-    )
-    pairs = []
-    for one, other in candidates:
-        seeds = [seed for seed in one.scores if seed in other.scores]
-        if len(seeds) > 1:
-            pairs.append(Pair(one, other, interval_of([one.scores[seed] - other.scores[seed] for seed in seeds])))
-    return pairs
-
-
-def interval_of(differences: Sequence[float]) -> Interval:
-    """Return Student's interval of two paired differences or more."""
-    from scipy.special import stdtrit  # loads slowly, and only sweeps that repeat seeds use it
-
-    mean, n = statistics.fmean(differences), len(differences)
-    half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * statistics.stdev(differences) / math.sqrt(n)
-    return Interval(mean, mean - half, mean + half, n)
 
 
 def pareto_front(costs: Sequence[float], values: Sequence[float], mode: GoalMode) -> list[int]:

@@ -76,6 +76,13 @@ class Space(Section):
         names.update(*map(self.dependencies, references & set(self.before)))
         return [name for name in self.drawn if name in names]
 
+    @cached_property
+    def shared_stage(self) -> str | None:
+        """The stage that trials of one seed share, and no others: all name it, and it depends on the seed alone."""
+        fixed = [each for name, each in self.space.items() if not is_variable(name) and not each.cases]
+        named = {name for each in fixed for name in PLACEHOLDER.findall(each.text or "")}
+        return next((stage for stage in self.before if stage in named and self.dependencies(stage) == ["seed"]), None)
+
     def allows(self, values: Mapping[str, Any]) -> bool:
         """Whether every constraint that uses only these names holds."""
         return all(evaluate(line, values) for line in self.where if names_in(line) <= set(values))

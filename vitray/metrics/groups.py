@@ -1,0 +1,152 @@
+"""Groups of runs that differ in their seeds: their differences under one variance, and how many seeds would tell.
+
+All groups share the variance of their seeds (analysis of variance), so that a difference of two groups does not hang on
+a spread that few seeds of these two happen to have. Seeds are independent samples, unless runs of one seed begin with
+the same network: then each seed has an effect of its own, which cancels in differences.
+
+Shapes: G groups, S seeds, R runs.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitray.metrics.intervals import POWER
+
+LEVEL = 0.95
+# Points of a numerical integral, whose error is then about 1e-4.
+POINTS = 200_000
+# More seeds than that are not named.
+MOST_SEEDS = 1_000
+
+Scores = Mapping[str, Mapping[Hashable, float]]
+"""{group: {seed: score}}"""
+
+
+class GroupDifference(NamedTuple):
+    """The mean of one group less that of another; interval and p hold for all differences of a comparison together."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the groups differ; without any spread there is no verdict."""
+        return self.p < 1 - LEVEL and self.high - self.low > 1e-9 * abs(self.mean)
+
+
+class Pooled(NamedTuple):
+    """The effects of groups, and the variance that they share."""
+
+    groups: tuple[str, ...]
+    effects: np.ndarray
+    """Their means; with effects of seeds, up to a constant."""
+    factors: np.ndarray
+    """The covariances of the effects are these times the variance."""
+    variance: float
+    freedom: int
+    """Runs less the numbers that describe them."""
+    by_seed: bool
+
+    def contrast(self, weights: Mapping[str, float]) -> tuple[float, float]:
+        """Return a sum of effects times weights, of which the sum is 0, and its standard error."""
+        own = np.array([weights.get(name, 0.0) for name in self.groups])
+        return float(own @ self.effects), math.sqrt(self.variance * float(own @ self.factors @ own))
+
+    def difference(self, one: str, other: str) -> tuple[float, float]:
+        """Return the difference of two groups and its standard error."""
+        return self.contrast({one: 1.0, other: -1.0})
+
+
+def pool(scores: Scores, by_seed: bool) -> Pooled | None:
+    """Return the groups under one variance; None where the runs are too few for one, or share too few seeds.
+
+    `by_seed`: runs of a seed have something in common beyond chance, so each seed has an effect.
+    """
+    groups = tuple(scores)
+    runs = [(place, seed, score) for place, name in enumerate(groups) for seed, score in scores[name].items()]
+    seeds = list(dict.fromkeys(seed for _, seed, _ in runs)) if by_seed else []
+    design = np.zeros((len(runs), len(groups) + len(seeds)))
+    for row, (place, seed, _) in enumerate(runs):
+        design[row, place] = 1
+        if by_seed:
+            design[row, len(groups) + seeds.index(seed)] = 1
+    rank = int(np.linalg.matrix_rank(design)) if runs else 0
+    # Groups that no chain of common seeds joins cannot be compared.
+    if len(groups) < 2 or len(runs) <= rank or rank < design.shape[1] - by_seed:
+        return None
+    values_R = np.array([score for _, _, score in runs])
+    inverse = np.linalg.pinv(design.T @ design)
+    fitted = inverse @ design.T @ values_R
+    freedom = len(runs) - rank
+    variance = float(np.square(values_R - design @ fitted).sum()) / freedom
+    count = len(groups)
+    return Pooled(groups, fitted[:count], inverse[:count, :count], variance, freedom, by_seed)
+
+
+def tukey(pooled: Pooled, pairs: Sequence[tuple[str, str]]) -> list[GroupDifference]:
+    """Return Tukey's differences, which hold for all pairs of the groups, also for those that the data chose."""
+    from scipy.stats import studentized_range  # loads slowly
+
+    shape = len(pooled.groups), pooled.freedom
+    reach = float(studentized_range.ppf(LEVEL, *shape)) / math.sqrt(2)
+    return [
+        _difference(*pooled.difference(*pair), reach, lambda t: float(studentized_range.sf(t * math.sqrt(2), *shape)))
+        for pair in pairs
+    ]
+
+
+def dunnett(pooled: Pooled, control: str) -> dict[str, GroupDifference]:
+    """Return {group: its difference from the control}, which hold for all groups, by Dunnett's test."""
+    from scipy.optimize import brentq  # loads slowly
+    from scipy.stats import multivariate_t
+
+    others = [name for name in pooled.groups if name != control]
+    places, at = [pooled.groups.index(name) for name in others], pooled.groups.index(control)
+    contrasts = np.zeros((len(others), len(pooled.groups)))
+    contrasts[range(len(others)), places] = 1
+    contrasts[:, at] = -1
+    factors = contrasts @ pooled.factors @ contrasts.T
+    correlation = factors / np.sqrt(np.outer(factors.diagonal(), factors.diagonal()))
+
+    def exceeds(t: float) -> float:
+        """Return the probability that some contrast is beyond t where no group differs."""
+        bounds = np.full(len(others), t)
+        within = law.cdf(
+            bounds, shape=correlation, df=pooled.freedom, lower_limit=-bounds, maxpts=POINTS, random_state=0
+        )
+        return 1 - float(within)
+
+    law: Any = multivariate_t
+    reach: Any = brentq(lambda t: exceeds(t) - (1 - LEVEL), 0.1, 1e4, xtol=1e-6)
+    return {name: _difference(*pooled.difference(name, control), reach, exceeds) for name in others}
+
+
+def seeds_to_tell(pooled: Pooled, difference: float) -> int | None:
+    """Return the seeds a group with which Tukey's test finds a difference with a chance of `POWER`; None: over 1,000.
+
+    The variance is taken as it is.
+    """
+    from scipy.special import ndtri  # loads slowly
+    from scipy.stats import studentized_range
+
+    count, strength = len(pooled.groups), float(ndtri(POWER))
+
+    def wanted(freedom: float) -> float:
+        reach = float(studentized_range.ppf(LEVEL, count, freedom)) / math.sqrt(2)
+        return 2 * pooled.variance * ((reach + strength) / difference) ** 2
+
+    # The limit of many seeds, from below, is nearly reached where the test has some degrees of freedom.
+    seeds = max(2, math.ceil(least)) if (least := wanted(math.inf)) <= MOST_SEEDS else None
+    while seeds is not None and seeds < wanted((count - 1 if pooled.by_seed else count) * (seeds - 1)):
+        seeds += 1
+    return seeds
+
+
+def _difference(mean: float, error: float, reach: float, tail: Callable[[float], float]) -> GroupDifference:
+    p = float(np.clip(tail(abs(mean) / error), 0, 1)) if error > 0 else 1.0
+    return GroupDifference(mean, mean - reach * error, mean + reach * error, p)
