@@ -35,8 +35,10 @@ down: .venv/.installed  ## save MLflow's records, and end the cluster
 	$(BIN)/ray exec $(CLUSTER) 'sudo systemctl start vitray-mlflow-save.service'
 	$(BIN)/ray down $(CLUSTER)
 
-# Three processes for two CPUs: tests wait for other processes a third of their time.
-PYTEST := -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20
+# Three processes for two CPUs: tests wait for other processes a third of their time. Slow tests start many of their own,
+# which fill 24 GiB beside those of three.
+PROCESSES := 3
+PYTEST = -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder --durations=20
 
 # A test whose end hangs after its own timeout shows where, and ends its process.
 BOUND := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
@@ -62,6 +64,7 @@ PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 u
 		{ echo "make test-full needs Debian or Ubuntu, and root: $(PACKAGES)"; exit 1; }
 	@touch $@
 
+test-full: PROCESSES := 2
 test-full: .venv/.packages  ## run the slow and GPU tests too; installs their packages, as root
 	@$(BIN)/python $(PYTEST) -m ''
 

@@ -154,10 +154,11 @@ def test_gradients_that_graphs_add_to_are_those_of_a_plain_step(monkeypatch):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_each_mode_trains_alike_and_resumes_exactly(mode, tmp_path):
     torch.compiler.reset()
-    plain, run = run_of(), run_of(f"compute.compile={mode}", *LAST)
+    sgd = "optim.rule=sgd"  # AdamW would make steps of rounding: the gradient of a bias before a batch norm is 0
+    plain, run = run_of(sgd), run_of(f"compute.compile={mode}", sgd, *LAST)
     expected, whole = steps(plain, learner_of(plain), 0, 4), steps(run, learner_of(run), 0, 4)
     for key, tensor in expected.items():
-        torch.testing.assert_close(whole[key], tensor, rtol=1e-3, atol=1e-3, msg=key)
+        torch.testing.assert_close(whole[key], tensor, rtol=1e-5, atol=1e-5, msg=key)
     first = learner_of(run)
     steps(run, first, 0, 2)
     save(tmp_path, run, first, 2)
