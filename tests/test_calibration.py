@@ -1,22 +1,23 @@
 """Calibration: equal to loops over bins, to scikit-learn and to scipy; a temperature is measured on the other half."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 from sklearn.metrics import brier_score_loss, log_loss
 
-from vitray.evaluation.results import score
 from vitray.metrics import calibration
 from vitray.metrics.calibration import (
     adaptive_ece,
     best_temperature,
     brier,
+    calibration_error,
     calibration_scores,
     fit_temperature,
     reliability,
 )
-from vitray.metrics.intervals import Interval, bootstrap, reflected
 
 
 def random_logits(images=500, num_classes=6, seed=0, scale=3.0):
@@ -134,24 +135,45 @@ def test_one_image_and_one_class():
     assert calibration_scores(np.array([[0.3]]), np.array([0])) == (1, 0.0, 0.0, 0.0, 0.0)
 
 
-def test_the_bootstrap_draws_the_ece():
+def fixed_confidences(rng: np.random.Generator, images: int, sharpness: float, true: float) -> tuple[Any, Any]:
+    """Logits whose confidences are too high or too low where `true`, the power that gives the right ones, is not 1."""
+    logits = sharpness * rng.standard_normal((images, 5))
+    probabilities = np.exp(true * logits)
+    probabilities /= probabilities.sum(1, keepdims=True)
+    labels = (rng.random((images, 1)) > probabilities.cumsum(1)).sum(1)
+    return logits, np.minimum(labels, 4)
+
+
+@pytest.mark.parametrize(("images", "sharpness"), [(60, 4.0), (200, 1.0), (200, 8.0), (1000, 2.0)])
+@pytest.mark.parametrize("true", [1.0, 0.8, 0.4])
+def test_the_interval_of_the_ece_covers_the_error_of_many_images(images, sharpness, true):
+    rng = np.random.default_rng(images)
+    logits, labels = fixed_confidences(rng, 400_000, sharpness, true)
+    error = calibration_scores(logits, labels).ece if true < 1 else 0.0
+    found = [calibration_error(*fixed_confidences(rng, images, sharpness, true)) for _ in range(100)]
+    assert sum(each.interval.low <= error <= each.interval.high for each in found) >= 93
+    rejected = sum(each.p < 0.05 for each in found)
+    if true == 0.4 and images > 60:
+        assert rejected > 90
+    if true == 1:
+        assert rejected <= 12
+        means = np.mean([[each.interval.estimate, each.calibrated] for each in found], axis=0)
+        assert means[0] == pytest.approx(means[1], rel=0.15)
+
+
+def test_the_ece_with_an_interval_is_that_of_the_bins():
     logits, labels = random_logits(200)
-    interval = bootstrap(calibration.ece_rows(logits, labels), calibration.ece_of, draws=400)
-    assert interval.estimate == pytest.approx(calibration_scores(logits, labels).ece, abs=1e-12)
-    assert interval.low < interval.estimate < interval.high
+    error = calibration_error(logits, labels)
+    assert error.interval.estimate == pytest.approx(calibration_scores(logits, labels).ece, abs=1e-12)
+    assert error.interval.low < error.interval.estimate < error.interval.high
+    order = np.random.default_rng(1).permutation(200)
+    assert calibration_error(logits[order], labels[order]).p == pytest.approx(error.p, abs=0.02)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_interval_of_the_ece_is_reflected_and_contains_its_estimate(seed):
-    """The probabilities are right, so the true error is zero."""
-    logits, labels = random_logits(200, seed=seed, scale=1)
-    interval = score(logits, labels, [f"image {row}" for row in range(200)]).intervals["ece"]
-    percentile = bootstrap(calibration.ece_rows(logits, labels), calibration.ece_of)
-    assert 0 <= interval.low < percentile.low
-    assert interval.low <= interval.estimate <= interval.high
-    assert interval.high == max(interval.estimate, 2 * interval.estimate - percentile.low)
-
-
-def test_an_interval_is_reflected_at_its_estimate():
-    assert reflected(Interval(0.10, 0.08, 0.13, 0.95)) == pytest.approx((0.10, 0.07, 0.12, 0.95))
-    assert reflected(Interval(0.10, 0.11, 0.30, 0.95)) == pytest.approx((0.10, 0.0, 0.10, 0.95))
+def test_images_without_a_mistake_are_no_proof_of_calibration():
+    """Of twenty images with a confidence of 0.9, all are right with a probability of 0.12."""
+    logits = np.tile([np.log(9.0), 0.0], (20, 1))
+    error = calibration_error(logits, np.zeros(20, int))
+    assert (error.interval.low, error.interval.estimate) == (0.0, pytest.approx(0.1))
+    assert error.p > 0.1
+    assert calibration_error(np.array([[0.3]]), np.array([0]))[0][:3] == (0.0, 0.0, 0.0)

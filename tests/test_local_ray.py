@@ -244,10 +244,10 @@ def prints(text):
     return lambda output, _processes: text in output
 
 
-def works(_output, processes):
-    """Whether a worker of Ray runs something, or a child of a verb that starts no Ray here."""
+def works(output, processes):
+    """Whether a worker of Ray runs something, or a child of a verb that starts no Ray here, or images are served."""
     alive = [each for each in processes if is_alive(each)]
-    return any(
+    return "serving http" in output or any(
         (each.name().startswith("ray::") and not each.name().startswith(("ray::IDLE", "ray::Dash", "ray::Runt")))
         or ("child.serve" in " ".join(each.cmdline()) and each.cpu_times().user > 3)
         for each in alive

@@ -580,6 +580,20 @@ def test_a_closed_stream_broadcasts_no_more(dataset, ray_cluster, monkeypatch):
     assert len(ended) == 2 * 3  # the cut and two executions
 
 
+def test_executions_of_several_workers_begin_short_and_double(dataset, monkeypatch):
+    """Ray stores all pieces of an execution before it starts the first."""
+    monkeypatch.setattr(ray_reader, "FIRST_PIECES", 2)
+    monkeypatch.setattr(ray_reader, "PIECES_AT_ONCE", 8)
+    stream = train_stream(dataset, memory=10**9)
+    reader, steps = RayReader(stream), range(5, 2_000)
+    cut = reader._cut(2, 1)
+    executions, _ = reader._execution_ranges(steps, cut)
+    assert [step for each in executions for step in each] == list(steps)
+    rows = min(cut.rows, stream.steps * 48)  # of a piece
+    first, most = 2 * rows // 48, 8 * rows // 48
+    assert [len(each) for each in executions[:4]] == [first, 2 * first, 4 * first, most]
+
+
 STEP_BYTES = 48 * 16 * 16 * 3
 
 

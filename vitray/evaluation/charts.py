@@ -89,7 +89,8 @@ def reliability_chart(result: Result, scored: Scored) -> Picture:
     error, fitted = scored.intervals["ece"], scored.temperature
     caption = (
         f"{result.name}: expected calibration error {error.estimate:.2%}, 95 % interval {error.low:.2%} to"
-        f" {error.high:.2%}."
+        f" {error.high:.2%}; a calibrated network would have {scored.values['ece_calibrated']:.2%}, and as much as this"
+        f" one with a probability of {scored.values['calibration_p']:.2g}."
     )
     if fitted is not None and not fitted.at_bound:
         caption += (

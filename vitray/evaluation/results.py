@@ -18,8 +18,7 @@ from vitray.metrics.calibration import (
     Temperature,
     adaptive_ece,
     brier,
-    ece_of,
-    ece_rows,
+    calibration_error,
     fit_temperature,
     reliability,
 )
@@ -33,7 +32,6 @@ from vitray.metrics.intervals import (
     bootstrap,
     compare_hits,
     corrected,
-    reflected,
     wilson,
 )
 from vitray.metrics.label_sets import LabelSetScore
@@ -208,14 +206,17 @@ def score(
     losses_N = np.concatenate(
         [-log_BK[np.arange(len(log_BK)), labels_N[rows]] for rows, log_BK in log_probability_chunks(logits_NK)]
     )
+    error = calibration_error(logits_NK, labels_N, probability)
     intervals = {
         "top1": wilson(whole.hits1, whole.images),
         "top5": wilson(whole.hits5, whole.images),
         "mean_per_class": bootstrap(np.stack([labels_N, hits_N], 1), mean_per_class_of(logits_NK.shape[1])),
         "nll": bootstrap(losses_N),
-        "ece": reflected(bootstrap(ece_rows(logits_NK, labels_N, probability=probability), ece_of)),
+        "ece": error.interval,
     }
     values = {
+        "ece_calibrated": error.calibrated,
+        "calibration_p": error.p,
         "adaptive_ece": adaptive_ece(logits_NK, labels_N, probability=probability),
         "brier": brier(logits_NK, labels_N, probability=probability),
     }

@@ -16,6 +16,8 @@ TITLES = {
     "mean_per_class": "mean per class",
     "nll": "loss (NLL)",
     "ece": "ECE",
+    "ece_calibrated": "ECE, if calibrated",
+    "calibration_p": "p of calibration",
     "adaptive_ece": "adaptive ECE",
     "brier": "Brier score",
     "temperature": "temperature",

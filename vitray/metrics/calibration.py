@@ -1,7 +1,7 @@
 """Calibration of probabilities: reliability bins, ECE, Brier score, NLL, and a temperature fitted on one half.
 
 Logits are finite and labels are classes, as `classify` checks. All numbers are float64.
-Shapes: N images, K classes, D draws of a bootstrap.
+Shapes: N images, K classes, D draws, B bins.
 
 ECE: Guo et al., "On Calibration of Modern Neural Networks", 2017.
 """
@@ -13,9 +13,13 @@ import numpy as np
 
 from vitray.metrics.arrays import draw_part
 from vitray.metrics.classification import confidences, log_probability_chunks
+from vitray.metrics.intervals import CHUNK_VALUES, DRAWS, Interval
 from vitray.models.probabilities import Probability
 
 BINS = 15
+LEVEL = 0.95
+# Draws of a calibrated network, each of all images.
+CALIBRATED_DRAWS = 1_000
 COLDEST, HOTTEST = 1e-3, 1e3
 """The bounds of a fitted temperature."""
 MAX_STEPS = 100
@@ -40,6 +44,17 @@ class Calibration(NamedTuple):
     adaptive_ece: float
     brier: float
     nll: float
+
+
+class CalibrationError(NamedTuple):
+    """The ECE of some images, and whether it is that of a calibrated network."""
+
+    interval: Interval
+    """It covers the error of infinitely many images, in the same bins, with a probability of at least its level."""
+    calibrated: float
+    """The mean ECE of a calibrated network with the same confidences."""
+    p: float
+    """Of calibration: how often a calibrated network would have as large an ECE."""
 
 
 class Temperature(NamedTuple):
@@ -139,18 +154,41 @@ def best_temperature(logits_NK: np.ndarray, labels_N: np.ndarray) -> float:
     return 1 / inverse
 
 
-def ece_rows(logits_NK: np.ndarray, labels_N: np.ndarray, probability: Probability = "softmax") -> np.ndarray:
-    """Return N rows (bin, hit - confidence), which `ece_of` turns into the ECE of a bootstrap's draws."""
+def calibration_error(
+    logits_NK: np.ndarray, labels_N: np.ndarray, probability: Probability = "softmax"
+) -> CalibrationError:
+    """Return the ECE with its interval and a test.
+
+    ECE is a sum of distances, so noise adds to it: near calibration a bootstrap's interval lies above the true error.
+    But an error is at most the sum of the distances of the noise, of which the interval has the 95 % quantile on both
+    sides: by the triangle inequality it never covers less.
+    """
     confidences_N, hits_N = _confidences(logits_NK, labels_N, probability)
-    return np.stack([_equal_width(confidences_N, BINS), hits_N - confidences_N], axis=1)
+    images, bins_N = len(labels_N), _equal_width(confidences_N, BINS)
+    gaps_N, spread_N = hits_N - confidences_N, confidences_N * (1 - confidences_N)
+    estimate = float(np.abs(np.bincount(bins_N, gaps_N, BINS)).sum()) / images
+    rng = np.random.default_rng(0)
+    # Some images without a mistake seem to have no noise: a bin has at least that of calibrated ones.
+    variance_B = np.maximum(np.bincount(bins_N, gaps_N**2, BINS), np.bincount(bins_N, spread_N, BINS))
+    noise_DB = rng.standard_normal((DRAWS, BINS)) * np.sqrt(variance_B)
+    reach = float(np.quantile(np.abs(noise_DB).sum(1), LEVEL)) / images
+    errors_D = _calibrated_errors(confidences_N, bins_N, rng)
+    # 1e-12: errors that are equal but for rounding.
+    p = (1 + int((errors_D >= estimate - 1e-12).sum())) / (1 + len(errors_D))
+    interval = Interval(estimate, max(0.0, estimate - reach), estimate + reach, LEVEL)
+    return CalibrationError(interval, float(errors_D.mean()), p)
 
 
-def ece_of(sample_DN2: np.ndarray) -> np.ndarray:
-    """Return the ECE of each draw of rows of `ece_rows`: a statistic of the bootstrap."""
-    draws, images = sample_DN2.shape[:2]
-    cells_DN = sample_DN2[..., 0].astype(np.int64) + BINS * np.arange(draws)[:, None]
-    gaps = np.bincount(cells_DN.ravel(), sample_DN2[..., 1].ravel(), draws * BINS)
-    return np.abs(gaps.reshape(draws, BINS)).sum(1) / images
+def _calibrated_errors(confidences_N: np.ndarray, bins_N: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return the ECE of draws in which each image is a hit with the probability of its confidence."""
+    order_N = np.argsort(bins_N, kind="stable")
+    sorted_N, starts = confidences_N[order_N], np.flatnonzero(np.diff(bins_N[order_N], prepend=-1))
+    rows, errors = max(1, CHUNK_VALUES // len(sorted_N)), list[np.ndarray]()
+    for start in range(0, CALIBRATED_DRAWS, rows):
+        drawn = (min(rows, CALIBRATED_DRAWS - start), len(sorted_N))
+        gaps_DB = np.add.reduceat((rng.random(drawn) < sorted_N) - sorted_N, starts, axis=1)
+        errors.append(np.abs(gaps_DB).sum(1) / len(sorted_N))
+    return np.concatenate(errors)
 
 
 def _slope(logits_NK: np.ndarray, labels_N: np.ndarray, inverse: float) -> tuple[float, float]:

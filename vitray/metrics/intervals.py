@@ -148,15 +148,6 @@ def bootstrap(
     return _percentiles(estimate, drawn_D, level)
 
 
-def reflected(interval: Interval) -> Interval:
-    """Return the basic bootstrap's interval of a score from 0, from its percentile interval; the estimate is inside.
-
-    The draws of a calibration error exceed the error by about as much as it exceeds the true one.
-    """
-    estimate, low, high, level = interval
-    return Interval(estimate, max(0.0, min(estimate, 2 * estimate - high)), max(estimate, 2 * estimate - low), level)
-
-
 def compare_hits(hits_a: Any, hits_b: Any) -> Comparison:
     """Return the mean difference a - b of two models on the same N images, and McNemar's test."""
     from scipy.special import bdtr  # loads slowly

@@ -41,9 +41,10 @@ UNTRUE_WARNINGS = {"ray.data.dataset": "any available CPUs"}
 for _name, _words in UNTRUE_WARNINGS.items():
     logging.getLogger(_name).addFilter(lambda record, words=_words: words not in record.getMessage())
 
-# Pieces of one execution, and how many before its end the next execution starts: Ray lists all pieces before it starts
-# the first. All workers start it after the same step, as they wait for each other. Its first blocks wait to be read.
-PIECES_AT_ONCE, PIECES_AHEAD = 8192, 1024
+# Pieces of the first execution, of which each has twice as many, of the largest, and how many before the end of one the
+# next one starts: Ray stores all pieces of an execution before it starts the first, in about a millisecond each. All
+# workers start it after the same step, as they wait for each other. Its first blocks wait to be read.
+FIRST_PIECES, PIECES_AT_ONCE, PIECES_AHEAD = 256, 8192, 1024
 # Blocks that Ray fetches for a worker ahead of its reading.
 BLOCKS_AHEAD = 2
 
@@ -82,14 +83,19 @@ class RayReader:
 
     def _execution_ranges(self, steps: range, cut: Cut) -> tuple[list[range], int]:
         """Return the steps of each execution, and how many before its end the next one starts."""
-        batch = self._stream.spec.batch
-        most, ahead = (max(1, pieces * cut.rows // batch) for pieces in (PIECES_AT_ONCE, PIECES_AHEAD))
+        batch, executions = self._stream.spec.batch, list[range]()
+        rows = min(cut.rows, self._stream.steps * batch)  # a piece is of one epoch
+        first, most, ahead = (max(1, pieces * rows // batch) for pieces in (FIRST_PIECES, PIECES_AT_ONCE, PIECES_AHEAD))
         if not (bulk := min(most, self._bulk(cut))):
-            return [steps[at : at + most] for at in range(0, len(steps), most)], ahead
+            count = min(first, most)
+            while steps:
+                executions.append(steps[:count])
+                steps = steps[count:]
+                count = min(2 * count, most)
+            return executions, ahead
         # A worker waits for the whole of an execution, and no CPU decodes during the steps of the last one.
         # So the first and the last ones are short.
-        least, executions = min(bulk, max(1, cut.rows // batch)), []
-        count = least
+        count = least = min(bulk, max(1, cut.rows // batch))
         while steps:
             executions.append(steps[:count])
             steps = steps[count:]
