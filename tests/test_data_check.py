@@ -4,12 +4,12 @@ import json
 import math
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from image_sets import write_dataset
 
 from pipelines.__main__ import main
-from vitray.bench.data_check import LONG, Mark, is_over, rates, verdict, verdict_text
+from vitray.bench.data_check import Mark, is_long, is_over, rates, verdict, verdict_text
 from vitray.config import load_run
 
 
@@ -18,8 +18,8 @@ def followed(times, seconds):
     marks, waits = [Mark(0.0, 0, 0.0)], []
     for end, wait in times:
         marks.append(Mark(end, len(marks), marks[-1].waited + wait))
-        if wait > LONG * seconds:
-            waits.append(wait)
+        if is_long(marks[-2], marks[-1], seconds):
+            waits.append((marks[-2], marks[-1]))
         if is_over(end, seconds, waits):
             return marks
     raise AssertionError("the measurement does not end")
@@ -46,13 +46,15 @@ def bursts(decoded, taken, first, growth):
         there += round(size) / decoded
 
 
+@example(2.0, 1.21875, 11, 1.0, 6.0)  # the second burst ends long after the time
 @given(st.floats(2, 200), st.floats(1.2, 50), st.integers(4, 64), st.sampled_from([1.0, 2.0]), st.floats(5, 30))
 def test_images_in_bursts_are_counted_with_the_time_before_each(decoded, ratio, first, growth, seconds):
     """Where images limit, the speed is that of their decoding, if the first burst ends in time."""
     assume(first / (ratio * decoded) < 0.9 * seconds)
     speed, wait = rates(followed(bursts(decoded, ratio * decoded, first, growth), seconds), seconds)
     # A burst twice as large takes a longer time to train on, too, but its images were decoded before.
-    rel = 0.05 if growth == 1 else 0.6 / ratio
+    # The end of a burst that is just not long, a twentieth of the seconds, may be anywhere in the other nine tenths.
+    rel = 0.07 if growth == 1 else 0.6 / ratio
     assert speed == pytest.approx(decoded, rel=rel)
     assert wait == pytest.approx(1 - 1 / ratio, abs=rel)
 
@@ -68,7 +70,7 @@ def test_bursts_that_come_in_time_leave_the_speed_of_the_step(taken, ratio, firs
 def test_one_long_wait_ends_after_a_time():
     waits = [(0.1 * place, 3.0 if place == 50 else 0.0) for place in range(1, 10_000)]
     marks = followed(waits, 10.0)
-    assert marks[-1].seconds == pytest.approx(22.0)
+    assert marks[-1].seconds == pytest.approx(17.0)
     assert rates(marks, 10.0)[0] == pytest.approx(10.0)
 
 

@@ -138,17 +138,17 @@ class DataWorker:
         call()  # starts the tasks of a stream; compiles a step
         self._synchronize()
         start, marks, calls = time.perf_counter(), [Mark(0.0, 0, waited())], 1
-        long_waits: list[float] = []
+        waits: list[tuple[Mark, Mark]] = []
         while calls:
             for _ in range(calls):
                 call()
             self._synchronize()
             marks.append(Mark(time.perf_counter() - start, marks[-1].steps + calls, waited()))
-            if (wait := marks[-1].waited - marks[-2].waited) > LONG * seconds:
-                long_waits.append(wait)
+            if is_long(marks[-2], marks[-1], seconds):
+                waits.append((marks[-2], marks[-1]))
             each = (marks[-1].seconds - marks[-2].seconds) / calls
             following = max(1, min(2 * calls, int(every / max(each, 1e-6))))
-            calls = self._agreed(0 if is_over(marks[-1].seconds, seconds, long_waits) else following)
+            calls = self._agreed(0 if is_over(marks[-1].seconds, seconds, waits) else following)
         return marks
 
     def _synchronize(self) -> None:
@@ -156,9 +156,20 @@ class DataWorker:
             torch.cuda.synchronize(self.device)
 
 
-def is_over(passed: float, seconds: float, long_waits: Sequence[float]) -> bool:
-    """Whether to end: in time, but not between two bursts, unless the second one does not come."""
-    return passed >= seconds and (len(long_waits) != 1 or passed >= seconds + 4 * long_waits[0])
+def is_long(before: Mark, after: Mark, seconds: float) -> bool:
+    """Whether a wait between two marks is more than the end of a burst shows in a measurement of these seconds."""
+    return after.waited - before.waited > LONG * seconds
+
+
+def is_over(passed: float, seconds: float, waits: Sequence[tuple[Mark, Mark]]) -> bool:
+    """Whether to end: in time, but not between two bursts, unless the second one does not come.
+
+    `waits` are the marks before and after each long wait.
+    """
+    if passed < seconds or len(waits) != 1:
+        return passed >= seconds
+    [(before, after)] = waits  # a second burst like the first one ends after as long again
+    return passed >= after.seconds + max(1.25 * after.seconds, 4 * (after.waited - before.waited))
 
 
 def rates(marks: Sequence[Mark], seconds: float) -> Measured:
@@ -167,7 +178,7 @@ def rates(marks: Sequence[Mark], seconds: float) -> Measured:
     A worker may get a thousand images at once, and a single one on CPUs still more, twice as many each time. Their
     decoding lies before them, so bursts are counted from the end of one to the end of another.
     """
-    ends = [mark for mark, after in pairwise(marks) if after.waited - mark.waited > LONG * seconds]
+    ends = [mark for mark, after in pairwise(marks) if is_long(mark, after, seconds)]
     if len(ends) > 1:
         begin, end = ends[0], ends[-1]
     else:

@@ -16,8 +16,8 @@ import numpy as np
 from vitray.metrics.intervals import POWER
 
 LEVEL = 0.95
-# Points of a numerical integral, whose error is then about 1e-4.
-POINTS = 200_000
+# Points of a numerical integral, whose error is then about 2e-4.
+POINTS = 50_000
 # More seeds than that are not named.
 MOST_SEEDS = 1_000
 
