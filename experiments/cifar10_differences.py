@@ -7,7 +7,8 @@ from typing import NamedTuple
 from cifar10_texts import Thing
 from scipy import stats
 
-from vitray.metrics.groups import LEVEL, GroupDifference, Pooled, dunnett, pool, tukey
+from vitray.metrics.groups import GroupDifference, Pooled, dunnett, pool, tukey
+from vitray.metrics.intervals import LEVEL
 
 NOT_MEASURED = "not measured"
 Scores = Mapping[str, Mapping[int, float]]

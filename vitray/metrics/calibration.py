@@ -13,11 +13,10 @@ import numpy as np
 
 from vitray.metrics.arrays import draw_part
 from vitray.metrics.classification import confidences, log_probability_chunks
-from vitray.metrics.intervals import CHUNK_VALUES, DRAWS, Interval
+from vitray.metrics.intervals import CHUNK_VALUES, DRAWS, LEVEL, Interval
 from vitray.models.probabilities import Probability
 
 BINS = 15
-LEVEL = 0.95
 # Draws of a calibrated network, each of all images.
 CALIBRATED_DRAWS = 1_000
 COLDEST, HOTTEST = 1e-3, 1e3

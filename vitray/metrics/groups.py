@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitray.metrics.intervals import POWER
+from vitray.metrics.intervals import LEVEL, POWER
 
-LEVEL = 0.95
 # Points of a numerical integral, whose error is then about 2e-4.
 POINTS = 50_000
 # More seeds than that are not named.

@@ -14,6 +14,7 @@ import numpy as np
 
 from vitray.metrics.arrays import check_matrix
 
+LEVEL = 0.95
 DRAWS = 10_000
 CHUNK_VALUES = 2**22
 FEW_VALUES = 64
@@ -105,7 +106,7 @@ def proportion_values(name: str, hits: int, images: int) -> dict[str, float]:
     return {name: hits / images, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
-def wilson(hits: float, n: int, level: float = 0.95) -> Interval:
+def wilson(hits: float, n: int, level: float = LEVEL) -> Interval:
     """Return Wilson's score interval of a proportion; hits may be a mean over repetitions."""
     from scipy.special import ndtri  # loads slowly
 
@@ -122,7 +123,7 @@ def bootstrap(
     statistic: Callable[[np.ndarray], np.ndarray] | None = None,
     draws: int = DRAWS,
     seed: int = 0,
-    level: float = 0.95,
+    level: float = LEVEL,
 ) -> Interval:
     """Return the percentile interval of a statistic of N values, or of N rows of values.
 
