@@ -29,8 +29,9 @@ from safetensors.torch import load_file, save_file
 from pipelines import model, shard, weights
 from pipelines.__main__ import run_verb
 from vitray.config import Run, load_run
+from vitray.config.training import Data
 from vitray.data.augment.decode import UndecodableImage, decode_image, decode_with_pillow
-from vitray.data.shards import arrays, holdout_mask, open_dataset, read_request, tables
+from vitray.data.shards import arrays, held_out, open_dataset, read_request, tables
 from vitray.data.shards.inspection import inspect_chunk
 from vitray.data.shards.manifest import Split
 from vitray.data.shards.sources import detect_source, list_source
@@ -501,7 +502,7 @@ def use(folder):
     """Open a dataset and read it as a run does."""
     dataset = open_dataset(str(folder))
     for split in dataset.splits:
-        holdout_mask(dataset, split, 0.5)
+        held_out(dataset, Data(train=split, holdout=0.5))
         rows = decoding.locate_rows(dataset, split)
         decoding._local_shard.cache_clear()
         decoding.read_rows(np.arange(rows.starts[-1]), rows)

@@ -127,6 +127,8 @@ ODD = [
     ("vit_u2x1_32_hmlp_bn", {"image_size": 64, "num_classes": None}),
     ("vit_s2x1_16_conv_ln", {"image_size": 96}),
     ("vit_s2x1_16_local", {"image_size": 32}),
+    ("vit_s2x1_16_pooled", {"image_size": [32, 48], "ffn_ratio": 2.3}),
+    ("vit_u2x2_4_pooled", {"image_size": 16, "ffn_ratio": 1, "activation": "swiglu"}),
     ("vit_u2x1_8_local", {"image_size": [32, 48], "bias": False}),
     ("vit_u3x2_8", {"image_size": [32, 48], "positions": {"kind": "learned", "where": "levels"}, "registers": True}),
     ("vit_u3x2_8", {"image_size": [32, 48], "positions": {"kind": "learned2d", "where": "levels"}}),

@@ -14,7 +14,7 @@ from vitray.data.augment.contact_sheets import ATTENTION, Prediction, attention_
 from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.mixing import normalized
-from vitray.data.shards import holdout_mask, open_dataset
+from vitray.data.shards import held_out, open_dataset
 from vitray.inference.images import open_images
 from vitray.inspection import attention_maps
 from vitray.models.vit import ViT
@@ -76,14 +76,14 @@ def test_an_examples_numbers_are_those_of_the_network(dataset):
 
 def test_examples_of_a_hold_out_are_held_out_images(dataset):
     run = settings(dataset, **{"data.holdout": 0.3, "evaluate.examples": 5})
-    mask = holdout_mask(dataset, "train", 0.3)
+    mask = held_out(dataset, run.data)
     seen = examples_of(run, dataset, mask)
     stored = np.flatnonzero(mask)
     images = open_images(dataset.url, "train")
-    held_out = [each.content for each in images.read_labeled(stored.tolist()) if each.content != b"none"]
+    contents = [each.content for each in images.read_labeled(stored.tolist()) if each.content != b"none"]
     shown = seen.look(ViT(run.model)).images
     assert len(shown) >= 4
-    views = {crop_center(decode_image(content), run.data.eval_crop, (32, 32)).tobytes() for content in held_out}
+    views = {crop_center(decode_image(content), run.data.eval_crop, (32, 32)).tobytes() for content in contents}
     assert {image.tobytes() for image in shown} <= views
 
 

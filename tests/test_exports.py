@@ -49,6 +49,7 @@ def test_timm_has_every_other_stem(tmp_path, stem):
         {"num_classes": None, "positions": "none"},
         {"image_size": [32, 64]},
         {"name": "vit_w128d1x1_16"},
+        {"ffn_ratio": 2.5},
     ],
 )
 def test_timm_has_our_settings(tmp_path, settings):
@@ -70,6 +71,7 @@ def test_timm_has_no_head_of_two_layers(tmp_path):
     ("layout", "settings"),
     [
         *itertools.product(("torchvision", "hf"), ({}, {"heads": 8}, {"norm_eps": 0.1})),
+        *itertools.product(("torchvision", "hf"), [{"ffn_ratio": 2.5}]),
         ("torchvision", {"head": "mlp"}),
         ("torchvision", {"head": {"kind": "mlp", "hidden": 24}}),
         ("hf", {"activation": "gelu_tanh"}),

@@ -33,6 +33,8 @@ OURS = re.compile(
     r"(vit|deit3?)_(tiny|small|medium|base|large|huge)_patch\d+_(18x2_|36x1_|plus_)?\d+"
     r"|vit_(base|huge)_patch\d+_gap_\d+|vit_(base|large|giantopt)_patch\d+_siglip_gap_\d+|vit_(small|base|large)_patch14_dinov2"
     r"|vit_(small|mediumd?|betwixt|base|large)_patch\d+_reg\d_(gap_\d+|dinov2|tipsv2)"
+    r"|vit_(wee|little|so150m)_patch16_reg\d_gap_\d+|vit_so400m_patch\d+_(siglip_gap_\d+|reg1_tipsv2)"
+    r"|vit_giant_patch1(4|6_gap)_224|vit_gigantic_patch14_224"
     r"|eva_large_patch14_\d+|flexivit_(small|base|large)|deit_(tiny|small|base)_distilled_patch16_\d+"
     r"|vit_(tiny|small|base|large)_r\d*_s\d+(_p8)?_\d+"
 )

@@ -12,11 +12,19 @@ from sklearn.decomposition import PCA
 from transformers import ViTConfig, ViTForImageClassification
 
 from vitray.config import Model
+from vitray.errors import ConfigError
 from vitray.inspection import levels
 from vitray.inspection import similarity as similarity_module
 from vitray.inspection import tokens as tokens_module
 from vitray.inspection.changes import feature_changes, tensor_changes
-from vitray.inspection.filters import effective_stem, linear_share, principal_components, receptive_field, stem_filters
+from vitray.inspection.filters import (
+    effective_stem,
+    first_filters,
+    linear_share,
+    principal_components,
+    receptive_field,
+    stem_filters,
+)
 from vitray.inspection.levels import run_levels
 from vitray.inspection.positions import position_similarity, relative_lengths, relative_terms
 from vitray.inspection.similarity import cka, gram, hsic, level_grams, u_centered
@@ -68,6 +76,20 @@ def test_effective_filters_are_the_jacobian_of_the_stem(stem):
     )
     # The image is so constructed that no derivative is zero by chance, so the field is as small as possible.
     assert all(jacobian[..., row, :].any() and jacobian[..., :, row].any() for row in (inside.start, inside.stop - 1))
+
+
+def test_a_stem_with_max_pools_has_only_the_filters_of_its_first_convolution():
+    vit = network("vit_u1x1_8_pooled")
+    with pytest.raises(ConfigError, match="its max pools choose among equal values"):
+        effective_stem(vit, torch.zeros(3))
+    assert torch.equal(first_filters(vit), vit.stem.proj[0].weight)
+    # The receptive field from the pixels that change a token: all but its borders, of 3 x 3 patches.
+    image = torch.zeros(1, 3, 72, 72, dtype=torch.float64)
+    start, size = receptive_field(vit)
+    for pixel, reaches in ((start - 1, False), (start, True), (start + size - 1, True), (start + size, False)):
+        changed = image.clone()
+        changed[..., 32 + pixel, 32 + pixel] = 1e3
+        assert bool((vit.stem(changed)[0][0, 40] - vit.stem(image)[0][0, 40]).any()) == reaches, pixel
 
 
 def test_effective_filters_equal_finite_differences():

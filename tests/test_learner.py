@@ -234,7 +234,9 @@ def test_batch_norms_of_uneven_shares_meet_in_every_pass(folder):
         set_learning_rate(optimizer, learning_rate(run.optim, length_of(run.optim, 10), step))
         for parts in zip(*slices, strict=True):
             own = np.concatenate([share[part] for share, part in zip(shares, parts, strict=True)])
-            images, targets = prepare_micro_batch(uneven_batch(step, own), slice(None), run, step)
+            images, targets = prepare_micro_batch(
+                uneven_batch(step, own), slice(None), run, step, length_of(run.optim, 10)
+            )
             (task(images, targets) * len(own) / 9).backward()
         optimizer.step()
         optimizer.zero_grad()

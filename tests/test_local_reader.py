@@ -55,6 +55,7 @@ def expected(stream: Stream, step: int, rank: int, workers: int):
         ({"repeats": 3}, 2),
         ({"crop": Augment.model_validate({"policy": "randaugment", "on": "device"})}, 1),
         ({"row_mask": np.arange(2500) % 3 != 0}, 1),
+        ({"row_mask": np.arange(2500) % 3 != 0, "balance": {"a": 4.0, "c": 0.3}}, 3),
     ],
 )
 def test_each_step_has_its_images(dataset, processes, kind, workers):

@@ -4,6 +4,7 @@ import io
 import math
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import timm.optim
 import torch
@@ -20,6 +21,7 @@ from vitray.tasks.build import build_task
 from vitray.training.optim import (
     Average,
     LambOptimizer,
+    MuonOptimizer,
     average_decay,
     build_optimizer,
     clip_gradients,
@@ -166,6 +168,7 @@ def test_without_gradients_the_decay_shrinks_weights_by_lr(rule):
         ({"kind": "adamw", "betas": [0.9, 0.95], "eps": 1e-6}, torch.optim.AdamW),
         ({"kind": "sgd", "momentum": 0.8, "nesterov": True}, torch.optim.SGD),
         ({"kind": "lamb", "betas": [0.8, 0.99], "eps": 1e-5}, LambOptimizer),
+        ({"kind": "muon", "momentum": 0.9, "iterations": 4, "betas": [0.8, 0.99], "eps": 1e-5}, MuonOptimizer),
     ],
 )
 def test_a_rule_builds_its_optimizer(rule, reference):
@@ -184,7 +187,7 @@ def test_nesterov_needs_momentum():
         build_optimizer(Task(), optim(rule=rule), CPU)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "lamb"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "lamb", "muon"])
 def test_every_optimizer_learns_and_resumes_exactly(kind):
     settings = optim(rule=kind if kind != "adamw" else {"kind": kind}, weight_decay=0.05, layer_decay=0.8)
 
@@ -307,6 +310,79 @@ def test_lamb_scales_each_tensor_of_a_group_separately(decay, foreach):
         torch.testing.assert_close(left, right, rtol=1e-14, atol=0)
 
 
+def test_muon_is_for_the_matrices_of_the_blocks():
+    task = Task("vit_u1x2_8")
+    rule = {"kind": "muon", "matrix_lr": 5.0}
+    parts = {
+        name: (group["parts"], group["lr_scale"], group["weight_decay"])
+        for group in parameter_groups(task, optim(rule=rule, layer_decay=0.5, weight_decay=0.3))
+        for name, parameter in task.named_parameters()
+        if any(parameter is member for member in group["params"])
+    }
+    matrices = {name: value for name, value in parts.items() if value[0]}
+    blocks = [name for name, value in task.named_parameters() if name.startswith("vit.blocks.") and value.ndim == 2]
+    assert sorted(matrices) == sorted(blocks)
+    assert matrices["vit.blocks.0.attn2.qkv.weight"] == (3, 2.5, 0.3)
+    assert matrices["vit.blocks.0.ffn1.up.weight"] == (1, 2.5, 0.3)
+    assert parts["vit.head.weight"] == (0, 1.0, 0.3)
+
+
+@pytest.mark.parametrize(("parts", "shape"), [(1, (5, 3)), (1, (3, 5)), (3, (6, 2)), (3, (6, 4))])
+def test_muon_equals_the_quintic_of_singular_values(parts, shape):
+    generator = torch.Generator().manual_seed(5)
+    start = torch.randn(shape, generator=generator, dtype=torch.float64)
+    ours = nn.Parameter(start.clone())
+    group = {"params": [ours], "weight_decay": 0.3, "parts": parts}
+    # One more of the same shape, which is made orthogonal beside it.
+    other = {"params": [nn.Parameter(start.clone())], "weight_decay": 0.0, "parts": parts}
+    optimizer = MuonOptimizer([group, other], lr=0.1, momentum=0.9, iterations=4)
+    expected, momentum = start.numpy().copy(), np.zeros(shape)
+    for _ in range(4):
+        gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
+        for each in (ours, *other["params"]):
+            each.grad = gradient.clone()
+        optimizer.step()
+        momentum = 0.9 * momentum + gradient.numpy()
+        expected *= 1 - 0.1 * 0.3
+        rows = shape[0] // parts
+        for part in range(parts):
+            these = slice(rows * part, rows * (part + 1))
+            left, values, right = np.linalg.svd((gradient.numpy() + 0.9 * momentum)[these], full_matrices=False)
+            values = values / np.sqrt((values**2).sum())
+            for _ in range(4):
+                values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+            expected[these] -= 0.1 * max(1, rows / shape[1]) ** 0.5 * (left * values) @ right
+        np.testing.assert_allclose(ours.detach().numpy(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_muon_equals_torchs_but_for_its_bfloat16():
+    start = torch.randn(16, 8, generator=torch.Generator().manual_seed(6))
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizer = MuonOptimizer([{"params": [ours], "weight_decay": 0.1, "parts": 1}], lr=0.1)
+    reference = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, momentum=0.95, adjust_lr_fn="original")
+    for step in range(4):
+        for each in (ours, theirs):
+            each.grad = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        reference.step()
+    moved = (theirs - start).norm()
+    assert (ours - theirs).norm() < 0.01 * moved
+
+
+def test_the_other_parameters_of_muon_are_adamws():
+    ours, theirs = weights(), weights()
+    groups = [{"params": ours, "weight_decay": 0.3}]
+    optimizer = MuonOptimizer(groups, lr=0.1, betas=(0.8, 0.9), eps=1e-3, fused=True)
+    reference = torch.optim.AdamW(theirs, lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.3)
+    for step in range(5):
+        for each, parameters in ((optimizer, ours), (reference, theirs)):
+            for parameter, gradient in zip(parameters, gradients(step), strict=True):
+                parameter.grad = gradient.clone()
+            each.step()
+    for left, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
+
+
 # ---- clipping --------------------------------------------------------------------------------------------------------
 
 
@@ -324,11 +400,12 @@ def test_clipping_shortens_long_gradients(longest):
         torch.testing.assert_close(parameter.grad, gradient * factor, rtol=1e-6, atol=0)
 
 
-def test_a_step_never_waits_for_the_device():
+@pytest.mark.parametrize("rule", ["lamb", "muon"])
+def test_a_step_never_waits_for_the_device(rule):
     # A meta tensor has no values: reading one, as waiting for a GPU does, raises.
     with torch.device("meta"):
         task = Task("vit_u1x2_8_hmlp_bn")
-    optimizer = build_optimizer(task, optim(rule="lamb", layer_decay=0.5), torch.device("meta"))
+    optimizer = build_optimizer(task, optim(rule=rule, layer_decay=0.5), torch.device("meta"))
     average = Average(task, Ema())
     for parameter in task.parameters():
         parameter.grad = torch.empty_like(parameter)

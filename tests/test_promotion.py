@@ -429,7 +429,7 @@ def test_a_folder_without_a_store_is_refused_and_gets_none(place, info, capsys):
         ),
         (
             ["tracking.register_as=vit", "tracking.promote={}", "data.holdout=0.5"],
-            "tracking.promote: got a rule with data.holdout 0.5",
+            "tracking.promote: got a rule with 50% of train held out",
         ),
     ],
 )

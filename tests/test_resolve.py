@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from vitray.config import load_run
-from vitray.data.shards import holdout_mask, open_dataset, read_request, write_dataset
+from vitray.config.training import Data
+from vitray.data.shards import held_out, open_dataset, read_request, write_dataset
 from vitray.errors import ConfigError
 from vitray.runs.resolve import check_storage, difference, plan_of, resolve
 
@@ -84,8 +85,8 @@ def test_a_mismatch_of_recipe_and_dataset_is_one_error(dataset, overrides, phras
 @pytest.mark.ray
 def test_a_holdout_split_is_evaluated_and_not_trained_on(dataset):
     opened = open_dataset(dataset)
-    masks = {share: holdout_mask(opened, "train", share) for share in (0.0, 0.1, 0.4, 0.999)}
-    assert not masks[0.0].any()
+    masks = {share: held_out(opened, Data(holdout=share)) for share in (0.1, 0.4, 0.999)}
+    assert held_out(opened, Data()) is None
     assert (masks[0.1] <= masks[0.4]).all()
     assert 0 < masks[0.1].sum() < masks[0.4].sum() < 70
     resolved = resolve(run(dataset, "data.holdout=0.4"))

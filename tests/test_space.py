@@ -711,7 +711,7 @@ def test_every_point_of_every_command_is_a_run_with_a_schedule(path):
 def test_a_header_has_purpose_and_source(path):
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any(line.startswith("# Shows: ") for line in head)
-    is_ours = path.stem.startswith(("demo", "cifar10"))
+    is_ours = path.stem.startswith(("demo", "cifar10", "folds"))
     assert is_ours or re.fullmatch(r"# source: .+(Figure|Table)s? \d.*; not measured by us", head[1])
 
 
@@ -720,7 +720,7 @@ def test_a_header_has_purpose_and_source(path):
     [
         ("depth_x_branches", 18), ("width_x_branches", 8), ("lr", 4), ("finetune_parts", 6), ("finetune_transfer", 12),
         ("stems", 52), ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 15), ("demo_stems", 18),
-        ("positions", 8), ("demo_positions", 10), ("finetune_mode", 15),
+        ("folds", 5), ("positions", 8), ("demo_positions", 10), ("finetune_mode", 15),
         ("cifar10_depth_x_branches", 20), ("cifar10_depth_x_branches_rates", 16), ("cifar10_finetune_mode", 30),
         ("cifar10_finetune_mode_rates", 25), ("cifar10_stems", 36), ("cifar10_stems_rates", 46),
     ],

@@ -50,7 +50,7 @@ def perturbed(module: Stem) -> set[int]:
     return set(difference[1].nonzero().flatten().tolist())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in STEMS if not kind.startswith("conv")])
+@pytest.mark.parametrize("kind", [kind for kind, traits in STEMS.items() if not traits.mixes_patches])
 def test_a_patch_changes_only_its_own_token(kind):
     assert perturbed(stem(f"vit_u1x1_16_{kind}").eval()) == {5}
 
@@ -64,6 +64,7 @@ def test_mixing_between_patches_is_detected():
     assert len(perturbed(stem("vit_u1x1_16_hmlp_bn").train())) == 12  # through the batch's mean
     assert len(perturbed(stem("vit_u1x1_16_conv").eval())) > 1  # through overlapping windows
     assert len(perturbed(stem("vit_u1x1_16_conv_ln").eval())) > 1
+    assert len(perturbed(stem("vit_u1x1_16_pooled").eval())) > 1
 
 
 @pytest.mark.parametrize("kind", ["linear", "hmlp_ln", "hmlp_bn", "linear_bn_gelu", "local"])
@@ -102,6 +103,21 @@ def test_hmlp_equals_algorithm_1(norm):
     listing.load_state_dict(module.proj.state_dict())
     with torch.no_grad():
         assert torch.equal(module(images())[0], listing(images()).flatten(2).transpose(1, 2))
+
+
+def test_the_pooled_stem_halves_the_image_after_each_convolution_but_the_last():
+    module = stem("vit_u1x1_4_pooled").eval()
+    x, parts = images(), dict(module.proj.named_parameters()) | dict(module.proj.named_buffers())
+    for convolution, norm, is_last in (("0", "1", False), ("4", "5", False), ("8", "9", True)):
+        x = nn.functional.conv2d(x, parts[f"{convolution}.weight"], parts[f"{convolution}.bias"], padding=1)
+        scale = parts[f"{norm}.weight"] / (parts[f"{norm}.running_var"] + 1e-5).sqrt()
+        shift = parts[f"{norm}.bias"] - parts[f"{norm}.running_mean"] * scale
+        x = x * scale[:, None, None] + shift[:, None, None]
+        if not is_last:
+            x = nn.functional.gelu(x.unfold(2, 2, 2).unfold(3, 2, 2).amax((-1, -2)))
+    tokens, grid = module(images())
+    assert grid == (16, 12)
+    torch.testing.assert_close(tokens, x.flatten(2).transpose(1, 2))
 
 
 @pytest.mark.parametrize(("patch", "convolutions"), [(4, 1), (8, 2), (16, 3), (32, 4)])

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vitray.config import load_run
 from vitray.config.evaluation import FEWEST_COMPARED, NEEDS
-from vitray.data.shards import holdout_mask
+from vitray.data.shards import held_out
 from vitray.errors import ConfigError
 from vitray.inspection.report.inspect_networks import Request, make_figures
 from vitray.inspection.similarity import FEWEST_IMAGES
@@ -107,7 +107,7 @@ def test_figures_are_drawn_on_a_cpu_of_their_own(dataset, monkeypatch):
 @pytest.mark.parametrize("development", [0.0, 0.3])
 def test_figures_show_the_images_of_the_example_pictures(dataset, development):
     run = recipe(dataset, f"data.holdout={development}", "evaluate.examples=5")
-    mask = holdout_mask(dataset, "train", development) if development else None
+    mask = held_out(dataset, run.data)
     views, labels = read_examples(SimpleNamespace(run=run, dataset=dataset, holdout_mask=mask))
     chosen = read_shown_images(run, dataset, mask)
     assert [image.label for image in chosen.shown] == labels.tolist()

@@ -15,11 +15,11 @@ from image_sets import SHAPES, write_dataset
 
 from pipelines.evaluate import main as evaluate_verb
 from vitray.config import load_run
-from vitray.config.training import Guard
+from vitray.config.training import Data, Guard
 from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.mixing import normalized
-from vitray.data.shards import holdout_mask
+from vitray.data.shards import held_out
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.errors import ConfigError, RunError
 from vitray.metrics.arrays import Labeled
@@ -99,18 +99,18 @@ def test_the_choice_of_rows_depends_on_the_split_and_on_nothing_else():
 
 
 def test_the_images_of_a_hold_out_are_not_among_those_that_probes_learn_from(dataset):
-    run, mask = recipe(dataset, "data.holdout=0.4"), holdout_mask(dataset, "train", 0.4)
+    run, mask = recipe(dataset, "data.holdout=0.4"), held_out(dataset, Data(holdout=0.4))
     images = read_probe_images(run, dataset, mask)
     views = {view.tobytes() for view in images.val.views}
     assert images.train is not None
     assert not views & {view.tobytes() for view in images.train.views}
     rows = read_rows(np.flatnonzero(mask), locate_rows(dataset, "train"))
-    held_out = {
+    expected = {
         crop_center(decode_image(content), run.data.eval_crop, (32, 32)).tobytes()
         for content, _, _ in rows.values()
         if content != b"none"
     }
-    assert views <= held_out
+    assert views <= expected
 
 
 def test_corrupt_images_are_left_out_and_counted(dataset):
@@ -277,7 +277,7 @@ def test_the_plan_has_the_number_of_images_of_the_smallest_class(dataset):
     assert resolve(recipe(dataset), dataset).few_shot_least == min(map(labels.count, range(len(SHAPES))))
     assert resolve(recipe(dataset, "evaluate.probes=[knn]"), dataset).few_shot_least is None
     assert read_probe_labels(recipe(dataset), dataset, None).tolist() == labels
-    mask = holdout_mask(dataset, "train", 0.4)
+    mask = held_out(dataset, Data(holdout=0.4))
     trained = [label for row, (_, label, _) in every_row(dataset).items() if not mask[row]]
     assert sorted(read_probe_labels(recipe(dataset), dataset, mask)) == sorted(trained)
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import torchvision
 from networks import scrambled
 from safetensors.torch import load_file, save_file
+from timm.layers import SwiGLUPacked
 from timm.models.vision_transformer import ParallelThingsBlock, VisionTransformer
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
@@ -161,6 +162,17 @@ def test_torchvision(tmp_path, hidden):
     resized = torchvision.models.vision_transformer.interpolate_embeddings(48, PATCH, theirs.state_dict())
     larger.load_state_dict(resized)
     assert agree(ours(images(48)), larger(images(48)))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "settings"), [(2.5, {}), (4, {}), (5, {"mlp_layer": SwiGLUPacked, "act_layer": nn.SiLU})]
+)
+def test_the_hidden_width_is_that_of_the_file(tmp_path, ratio, settings):
+    theirs = scrambled(timm_vit(mlp_ratio=ratio, **settings))
+    save_file(theirs.state_dict(), tmp_path / "w.safetensors")
+    run, ours = imported(tmp_path / "w.safetensors", **({"activation": "swiglu"} if settings else {}))
+    assert run.model.ffn_ratio == {2.5: 2.5, 4: None, 5: 2.5}[ratio]
+    assert agree(ours(images()), theirs(images()))
 
 
 def hugging_face() -> ViTForImageClassification:

@@ -247,7 +247,7 @@ def recipes_page() -> str:
         run, raw = load_run(path), yaml.safe_load(path.read_text())
         cost = f"{run.optim.duration} of batch {run.optim.batch}"
         if "name" in raw.get("model", {}):
-            gigaflops = training_gflops(run.model)
+            gigaflops = training_gflops(run)
             cost += f", {gigaflops:.3g} billion multiply-adds a forward pass of an image of {run.model.image_size} px"
         network = f"`{run.model.name}`" if "name" in raw.get("model", {}) else "the network of `task.weights`"
         parts += [f"## {name}", f"Trains {network}: {cost}.", *header_parts(header(path))]

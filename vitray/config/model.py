@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vitray.config.model_names import OWN, Name, canonical_name, check_size, is_vit, parse_name
-from vitray.config.sections import MOST_NUMBER, MOST_PARAMETERS, Fraction, Positive, Section, Size, one_of
+from vitray.config.sections import MOST_NUMBER, MOST_PARAMETERS, Fraction, Positive, Section, Side, Size, one_of
 from vitray.errors import ConfigError
 
 Resample = Annotated[
@@ -82,6 +82,7 @@ Positions = Learned | Learned2d | SinCos2d | Relative | Rope | NoPositions
 MOST_PATCHES = 2**20
 MOST_REGISTERS = 1024
 MOST_ADAPTER = 2**16
+MOST_FFN_RATIO = 64
 
 
 class LinearHead(Section):
@@ -108,7 +109,7 @@ class Model(Section):
     """`vit_<width><depth>x<branches>_<patch>[_<stem>]`, or a paper's spelling such as ViT-B/16. Or another network: one
     of torchvision, as in torchvision/resnet50, axial_resnet50_s, _m or _l (ViT paper, D.6), or own/<name> of your own
     code. Of these you can set only image_size and num_classes."""
-    image_size: Size | Annotated[tuple[Size, Size], Field(strict=False)] = 224
+    image_size: Side = 224
     """Side in pixels, or [height, width]; multiples of the patch size."""
     patches: Annotated[tuple[Size, ...], Field(strict=False)] = ()
     """Patch sizes for training: each step draws one, and resizes stem and positions to it (FlexiViT). Evaluation uses
@@ -153,8 +154,10 @@ class Model(Section):
     heads: Size | None = None
     """Attention heads of each branch; null: those of the name, 64 channels each but for u (32) and h (80)."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """gelu_tanh is the tanh approximation, which Google's weights use. swiglu multiplies SiLU by a second product; its
-    hidden width is 8/3 of the width, rounded up to a multiple of 8, where the others' is 4 times the width."""
+    """gelu_tanh is the tanh approximation, which Google's weights use. swiglu multiplies SiLU by a second product."""
+    ffn_ratio: Annotated[float, Field(gt=0, le=MOST_FFN_RATIO)] | None = None
+    """Hidden width of the feed-forwards, as a multiple of the width; null: 4, and for swiglu 8/3 rounded up to a
+    multiple of 8 channels."""
     qk_norm: bool = False
     """Normalizes the queries and keys of each head, by a norm of the kind of `norm`."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -282,6 +285,10 @@ class Model(Section):
         name = str(replace(self.shape, patch=patch))
         return Model.model_validate({**self.model_dump(), "name": name, "patches": ()})
 
+    def at_size(self, size: int | tuple[int, int]) -> "Model":
+        """Return the settings of the network for images of another size."""
+        return Model.model_validate({**self.model_dump(), "image_size": size})
+
     @property
     def shape(self) -> Name:
         """Width, depth, branches, patch and stem, parsed from the name."""
@@ -321,7 +328,9 @@ class Model(Section):
         shape, classes = self.shape, self.num_classes or 0
         hidden = (self.head.hidden or shape.size) if isinstance(self.head, MlpHead) else 0
         head = self.num_classifiers * (hidden * (shape.size + classes) if hidden else shape.size * classes)
-        blocks = (12 * shape.size + 2 * (self.adapters or 0)) * shape.depth * shape.branches * shape.size
+        ffn = 8 if self.ffn_ratio is None else self.ffn_ratio * (3 if self.activation == "swiglu" else 2)
+        block = round((4 + ffn) * shape.size) + 2 * (self.adapters or 0)
+        blocks = block * shape.depth * shape.branches * shape.size
         positions = math.prod(self.grid) * shape.size * self.num_tables
         if self.positions.kind == "relative":
             positions = shape.depth * shape.branches * (2 * math.prod(self.grid) - 1) * self.head_size

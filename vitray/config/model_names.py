@@ -125,6 +125,11 @@ class Name:
         return self.traits.convolutions(self.size, self.patch)
 
     @property
+    def has_pools(self) -> bool:
+        """Whether the stem has max pools."""
+        return not self.is_hybrid and any(each.pool > 1 for each in self.convolutions)
+
+    @property
     def paper_spelling(self) -> str:
         """The name as the papers print it, without the stem: ViT-B18x2/16."""
         return f"ViT-{self.width.capitalize()}{self.depth}x{self.branches}/{self.patch}"

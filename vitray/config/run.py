@@ -68,6 +68,8 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _network_fits(self) -> Self:
+        if self.optim.rule.kind == "muon":
+            self.model.require_vit("optim.rule: muon")
         if self.optim.layer_decay != 1:
             self.model.require_vit(f"optim.layer_decay: {self.optim.layer_decay:g}")
         if self.compute.activation_checkpointing != "none":
@@ -77,6 +79,31 @@ class Run(Section):
                 self.model.require_vit(f"evaluate.probes: {name}")
         if self.evaluate.figures:
             self.model.require_vit("evaluate.figures")
+        return self
+
+    @model_validator(mode="after")
+    def _classes_balance(self) -> Self:
+        if self.data.balance != "none" and self.classification is None:
+            raise ValueError(f"data.balance does not apply to task {self.task.kind}, expected one that learns classes")
+        return self
+
+    @model_validator(mode="after")
+    def _early_images_fit(self) -> Self:
+        if self.data.early is None:
+            return self
+        self.model.require_vit("data.early")
+        if self.classification is None:
+            raise ValueError(f"data.early does not apply to task {self.task.kind}, expected one that learns classes")
+        if self.model.patches:
+            raise ValueError("data.early and model.patches cannot be combined: each changes the patches of a step")
+        if self.model.positions.kind == "relative":
+            raise ValueError("data.early needs positions of any grid, and relative positions are those of one")
+        small, full, patch = self.early_shape or (0, 0), self.model.image_shape, self.model.shape.patch
+        if small == full or small[0] > full[0] or small[1] > full[1] or small[0] % patch or small[1] % patch:
+            raise ValueError(
+                f"data.early.size: got {small[0]} x {small[1]}, expected multiples of the patch, {patch}, less than"
+                f" model.image_size, {full[0]} x {full[1]}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -164,6 +191,26 @@ class Run(Section):
     def submodels(self) -> int:
         """How many submodels each image of a step passes through: 2 with task.cosub, otherwise 1."""
         return 2 if self.classification and self.classification.cosub else 1
+
+    @property
+    def early_shape(self) -> tuple[int, int] | None:
+        """Height and width of the images of the first steps; None where all steps have those of one size."""
+        if self.data.early is None:
+            return None
+        size, patch = self.data.early.size, self.model.shape.patch
+        if size is None:
+            height, width = (max(1, round(3 / 4 * patches)) * patch for patches in self.model.grid)
+            return height, width
+        return (size, size) if isinstance(size, int) else size
+
+    @property
+    def trained_models(self) -> list[tuple[Model, float]]:
+        """The network at the patch and image sizes of its training steps, each with its share of the steps."""
+        if patches := self.model.patches:
+            return [(self.model.at_patch(patch), 1 / len(patches)) for patch in patches]
+        if early := self.data.early:
+            return [(self.model.at_size(self.early_shape or 0), early.share), (self.model, 1 - early.share)]
+        return [(self.model, 1.0)]
 
     def replace(self, changes: Mapping[str, Any]) -> "Run":
         """Return another run with these dotted settings changed; settings that were omitted stay omitted."""

@@ -88,6 +88,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, le=MOST_NUMBER)]
 NotNegative = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
 Size = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+Side = Size | Annotated[tuple[Size, Size], Field(strict=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, AfterValidator(_check_text)]
 

@@ -15,6 +15,8 @@ class Convolution(NamedTuple):
     stride: int
     padding: int
     channels: int
+    pool: int = 1
+    """The side of the max pool after its norm; 1 for none."""
 
 
 class PatchRule(NamedTuple):
@@ -74,6 +76,13 @@ def _levit(width: int, patch: int) -> list[Convolution]:
     return [Convolution(3, 2, 1, width // divisor) for divisor in (8, 4, 2, 1)]
 
 
+def _pooled(width: int, patch: int) -> list[Convolution]:
+    # Compact Transformers (Hassani et al., 2021): a max pool halves the sides after each convolution but the last.
+    halvings = patch.bit_length() - 1
+    inner = [Convolution(3, 1, 1, width // 2**left, pool=2) for left in range(halvings, 0, -1)]
+    return [*inner, Convolution(3, 1, 1, width)]
+
+
 def _local(width: int, patch: int) -> list[Convolution]:
     # The cells of a patch, then their merging; the blocks lie between.
     return _doubled(patch, width // 8, width)
@@ -96,12 +105,12 @@ def stem_cost(traits: StemTraits, width: int, patch: int) -> tuple[int, int]:
 def _cost_of(convolutions: list[Convolution], patch: int, *, has_norms: bool) -> tuple[int, int]:
     params = work = 0
     before, side = 3, patch
-    for kernel, stride, _, channels in convolutions:
+    for kernel, stride, _, channels, pool in convolutions:
         side //= stride
         weights = kernel * kernel * before * channels
         params += weights + channels + 2 * channels * has_norms
         work += (weights + 5 * channels * has_norms) * side**2
-        before = channels
+        before, side = channels, side // pool
     return params, work
 
 
@@ -212,6 +221,15 @@ STEMS = {
     "hmlp_ln": _HMLP._replace(norm="ln"),
     "conv": _LEVIT._replace(norm="bn", spellings=("conv_bn",)),
     "conv_ln": _LEVIT._replace(norm="ln"),
+    "pooled": StemTraits(
+        _pooled,
+        norm="bn",
+        mixes_patches=True,
+        patch_rule=PatchRule(
+            lambda patch: patch in (2, 4, 8, 16, 32),
+            "the pooled stem halves the image, so its patch is 2, 4, 8, 16 or 32",
+        ),
+    ),
     "local": StemTraits(
         _local,
         patch_rule=PatchRule(

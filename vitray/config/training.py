@@ -13,6 +13,7 @@ from vitray.config.sections import (
     NotNegative,
     Positive,
     Section,
+    Side,
     Size,
     Text,
     duration_in,
@@ -28,7 +29,36 @@ def _check_workers(workers: int | str) -> int | str:
     return workers
 
 
+Balance = Literal["none", "square_root", "equal"] | dict[Text, Annotated[float, Field(gt=0, le=MOST_NUMBER)]]
 Recompute = Literal["none", "feedforward", "blocks"]
+
+
+class Early(Section):
+    """Smaller images in the first steps, which take less time (Touvron et al., 2019; progressive resizing)."""
+
+    size: Side | None = None
+    """Side in pixels, or [height, width]; multiples of the patch size, smaller than the network's; null: three quarters
+    of the network's."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of the run's steps."""
+
+
+class Fold(Section):
+    """Folds of equal sizes with equal shares of each class, one of which is held out. They are a function of the set of
+    images."""
+
+    of: Annotated[int, Field(ge=2, le=1000)] = 5
+    """Number of folds."""
+    index: Annotated[int, Field(ge=0, lt=1000)] = 0
+    """The fold that is held out, counted from 0."""
+    group: Text | None = None
+    """Column of the dataset whose equal values stay in one fold, such as a patient; null: each image by itself."""
+
+    @model_validator(mode="after")
+    def _one_is_held_out(self) -> Self:
+        if self.index >= self.of:
+            raise ValueError(f"index: got {self.index}, expected at most {self.of - 1}, the last of {self.of} folds")
+        return self
 
 
 class Data(Section):
@@ -43,9 +73,17 @@ class Data(Section):
     holdout: Fraction = 0.0
     """Fraction of train to hold out and evaluate in place of val, chosen by a hash of each image's key. Use it to tune
     settings; leave it 0 in the final run."""
+    fold: Fold | None = None
+    """One of several folds of train to hold out and evaluate in place of val; null: none."""
     augment: Augment = Augment()
     views: Views | None = None
     """Several views of each image in a step, for tasks that compare them; null: those of the task."""
+    early: Early | None = None
+    """Smaller images at the start of the run: the views, shrunk on the device; null: one size."""
+    balance: Balance = "none"
+    """How often an epoch shows the images of each class, of a training that learns classes. none: each once;
+    square_root, equal: an image in proportion to 1 / root of its class's images, or to 1 / its class's images; or
+    relative weights of an image by class, 1 where none is given. An epoch keeps its number of images."""
     repeats: Size = 1
     """Repeated augmentation: views of each image in an epoch. An epoch keeps its length, and covers 1 / repeats of the
     images."""
@@ -68,10 +106,23 @@ class Data(Section):
         """The views of a task that compares them."""
         return self.views or Views()
 
+    @model_validator(mode="after")
+    def _holds_out_once(self) -> Self:
+        if self.holdout and self.fold is not None:
+            raise ValueError(f"holdout: got {self.holdout:g} with a fold, expected 0: the fold is held out")
+        return self
+
     @property
     def evaluated(self) -> str | None:
         """The split that holds the evaluated images; None without evaluation."""
-        return self.train if self.holdout else self.val
+        return self.train if self.held_out else self.val
+
+    @property
+    def held_out(self) -> str | None:
+        """The part of train that is evaluated and not trained on, as in `10%`; None where all is trained on."""
+        if self.fold is None:
+            return f"{self.holdout:.0%}" if self.holdout else None
+        return f"fold {self.fold.index} of {self.fold.of}" + (f" by {self.fold.group}" if self.fold.group else "")
 
 
 Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False, description="Decay rates of the two moments.")]
@@ -103,6 +154,23 @@ class Lamb(Section):
     kind: Literal["lamb"] = "lamb"
     betas: Betas = (0.9, 0.999)
     eps: Epsilon = 1e-6
+
+
+class Muon(Section):
+    """Muon for the matrices of the blocks: a step turns them by their momentum, made orthogonal; queries, keys and
+    values are three matrices. AdamW for all other parameters (Jordan et al., 2024)."""
+
+    kind: Literal["muon"] = "muon"
+    matrix_lr: Positive = 10.0
+    """Learning rate of the matrices, as a multiple of lr. A step changes a matrix of r rows and c columns by the length
+    of that rate times the root of max(1, r / c), in every direction alike."""
+    momentum: Fraction = 0.95
+    """Decay rate of the matrices' momentum; a step looks ahead as Nesterov's."""
+    iterations: Annotated[int, Field(ge=1, le=100)] = 5
+    """Newton-Schulz iterations, which make the momentum nearly orthogonal: after 5, its singular values are 0.7 to
+    1.2."""
+    betas: Betas = (0.9, 0.999)
+    eps: Epsilon = 1e-8
 
 
 class Cosine(Section):
@@ -145,11 +213,11 @@ class Optim(Section):
     """Length of the training, in epochs or steps."""
     lr: Positive = 1e-3
     """Peak learning rate."""
-    rule: Annotated[AdamW | Sgd | Lamb, Field(discriminator="kind"), one_of("adamw")] = AdamW()
+    rule: Annotated[AdamW | Sgd | Lamb | Muon, Field(discriminator="kind"), one_of("adamw")] = AdamW()
     """The optimizer."""
     weight_decay: NotNegative = 0.1
-    """AdamW: decoupled, multiplied by lr. Sgd: added to the gradient. Lamb: added before the trust ratio. Matrices and
-    kernels only."""
+    """AdamW and Muon: decoupled, multiplied by the learning rate. Sgd: added to the gradient. Lamb: added before the
+    trust ratio. Matrices and kernels only."""
     weight_decay_end: Positive | None = None
     """Weight decay at the end, reached by half a cosine (DINO: from 0.04 to 0.4); null: it stays the same."""
     schedule: Annotated[Cosine | Linear | Constant, Field(discriminator="kind"), one_of("cosine")] = Cosine()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitray.errors import ConfigError
 from vitray.inspection.levels import check_network
 from vitray.inspection.tokens import chunks
-from vitray.models.other_networks import OtherNetwork
+from vitray.models.network import AnyNetwork
 from vitray.models.vit import ViT
 
 # Filters whose derivatives are computed in one backward pass.
@@ -57,8 +57,8 @@ class StemFilters(NamedTuple):
     """Of the variance of tokens, predicted by the effective filters; None without images."""
 
 
-def first_filters(network: OtherNetwork) -> Tensor | None:
-    """Return the filters of the first convolution of another network, DCHW; None without one."""
+def first_filters(network: AnyNetwork) -> Tensor | None:
+    """Return the filters of the first convolution of a network, DCHW; None without one."""
     return next((layer.weight.detach() for layer in network.modules() if isinstance(layer, nn.Conv2d)), None)
 
 
@@ -76,8 +76,9 @@ def stem_filters(vit: ViT, images_BCHW: Tensor | None = None, number: int = 28) 
 def receptive_field(vit: ViT) -> ReceptiveField:
     """Return the pixels that a token reads."""
     start, size, step = 0, 1, 1
-    for kernel, stride, padding, _ in vit.model.shape.convolutions:
+    for kernel, stride, padding, _, pool in vit.model.shape.convolutions:
         start, size, step = start - padding * step, size + (kernel - 1) * step, step * stride
+        size, step = size + (pool - 1) * step, step * pool
     return ReceptiveField(start, size)
 
 
@@ -86,6 +87,11 @@ def effective_stem(vit: ViT, color_C: Tensor) -> EffectiveStem:
     check_network(vit)
     if vit.model.shape.is_hybrid:
         raise ConfigError(f"{vit.model.name}: a token of its ResNet reads the whole image, so its stem has no filters")
+    if vit.model.shape.has_pools:
+        raise ConfigError(
+            f"{vit.model.name}: at an image of one color its max pools choose among equal values, so its stem has no"
+            " derivative there; first_filters are those of its first convolution"
+        )
     field, patch, width = receptive_field(vit), vit.stem.patch, vit.model.shape.size
     # The middle token of an image so large that its receptive field does not reach the padding.
     margin = math.ceil(max(-field.start, field.start + field.size - patch, 0) / patch)

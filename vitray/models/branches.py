@@ -16,7 +16,6 @@ from vitray.models.adapters import Adapter, count_linear
 from vitray.models.drop_path import Draw
 from vitray.models.positions import NO_POSITIONS, AttentionPositions, Grid, num_offsets, relative_bias, rotate
 from vitray.models.products import Products
-from vitray.models.sizes import inner_width, up_width
 
 Execution = Literal["loop", "fused", "auto"]
 Trace = dict[str, Tensor]
@@ -39,6 +38,8 @@ class BlockSpec(NamedTuple):
     drop_path: float = 0.0
     drop_path_draw: Draw = "sample"
     dropout: float = 0.0
+    inner: int | None = None
+    """Channels of a feed-forward between its products; None for 4 times the width."""
     activation: str = "gelu"
     norm_eps: float = 1e-6
     execution: Execution = "auto"
@@ -118,10 +119,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
-        inner = inner_width(spec.width, spec.activation)
+        inner = spec.inner or 4 * spec.width
         self.activation = spec.activation
         self.norm = build_norm(spec.norm, spec.width, spec.norm_eps, spec.bias)
-        self.up = nn.Linear(spec.width, up_width(spec.width, spec.activation), bias=spec.bias)
+        self.up = nn.Linear(spec.width, inner * (2 if spec.activation == "swiglu" else 1), bias=spec.bias)
         self.down = nn.Linear(inner, spec.width, bias=spec.bias)
         self.scale = _layerscale(spec)
         self.adapter = Adapter(spec.width, spec.adapters, spec.bias) if spec.adapters else None

@@ -66,7 +66,7 @@ def diagram(model: Model, counts: Counts) -> str:
     heads = f"{model.num_heads} heads{' with norms' if model.qk_norm else ''}"
     heads += " along rows, in the next level along columns" if model.attention == "axial" else ""
     gates = " gated" if model.activation == "swiglu" else ""
-    hidden = f"{shape.size} > {inner_width(shape.size, model.activation)}{gates} > {shape.size}"
+    hidden = f"{shape.size} > {inner_width(model)}{gates} > {shape.size}"
     hidden += f" > adapter {model.adapters}" if model.adapters else ""
     norm = "norm" if model.norm == "layernorm" else model.norm
     block: list[tuple[str, str]] = []
@@ -129,6 +129,8 @@ def _layer(layer: nn.Module) -> str:
             return "bn"
         case nn.LayerNorm():
             return "ln"
+        case nn.MaxPool2d():
+            return f"max pool {layer.kernel_size}"
         case nn.GELU():
             return "gelu"
         case _:

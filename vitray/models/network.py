@@ -1,6 +1,6 @@
 """A network by its settings: a Vision Transformer of vitray, or a network of torchvision."""
 
-from vitray.config import Model
+from vitray.config import Model, Run
 from vitray.models.other_networks import OtherNetwork, other_sizes
 from vitray.models.sizes import Sizes, sizes_of
 from vitray.models.vit import ViT
@@ -18,10 +18,9 @@ def network_sizes(model: Model) -> Sizes:
     return sizes_of(model) if model.is_vit else other_sizes(model)
 
 
-def training_gflops(model: Model) -> float:
-    """Return the gflops of one image's forward pass in training: the mean over the patch sizes that are drawn."""
-    models = [model.at_patch(patch) for patch in model.patches] or [model]
-    return sum(network_sizes(each).gflops for each in models) / len(models)
+def training_gflops(run: Run) -> float:
+    """Return the gflops of one image's forward pass in training: the mean over the patch and image sizes."""
+    return sum(share * network_sizes(model).gflops for model, share in run.trained_models)
 
 
 def vit_of(network: AnyNetwork, what: str) -> ViT:

@@ -26,14 +26,12 @@ class Sizes(NamedTuple):
         return sum(self.parts.values())
 
 
-def inner_width(width: int, activation: str) -> int:
+def inner_width(model: Model) -> int:
     """Return the channels of a feed-forward between its products."""
-    return 8 * math.ceil(width / 3) if activation == "swiglu" else 4 * width
-
-
-def up_width(width: int, activation: str) -> int:
-    """Return the channels that a feed-forward's first product computes; swiglu has as many gates."""
-    return inner_width(width, activation) * (2 if activation == "swiglu" else 1)
+    width = model.shape.size
+    if model.ffn_ratio is None:
+        return 8 * math.ceil(width / 3) if model.activation == "swiglu" else 4 * width
+    return max(1, round(model.ffn_ratio * width))
 
 
 def sizes_of(model: Model) -> Sizes:
@@ -41,7 +39,8 @@ def sizes_of(model: Model) -> Sizes:
     shape, classes = model.shape, model.num_classes or 0
     D, patches = shape.size, model.grid[0] * model.grid[1]
     N, pairs, d = patches + model.num_prefix, shape.depth * shape.branches, model.head_size
-    inner, up = inner_width(D, model.activation), up_width(D, model.activation)
+    inner = inner_width(model)
+    up = inner * (2 if model.activation == "swiglu" else 1)
     bias, shift = model.bias, model.bias and model.norm == "layernorm"
     adapters = model.adapters or 0
     offsets = (2 * patches - 1) * (model.positions.kind == "relative")

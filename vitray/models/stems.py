@@ -30,7 +30,7 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class Stem(nn.Module):
-    """Layers whose output positions are the tokens; only `conv` stems and ResNets mix neighboring patches."""
+    """Layers whose output positions are the tokens; only `conv`, `pooled` and ResNets mix neighboring patches."""
 
     def __init__(
         self, name: Name, resnet_eps: str = "vit", norm_eps: float | None = None, momentum: float = 0.1
@@ -83,13 +83,15 @@ class Stem(nn.Module):
 
 def _convolutional(name: Name, norm_eps: float | None, momentum: float) -> list[nn.Module]:
     traits, layers, before = name.traits, list[nn.Module](), 3
-    for kernel, stride, padding, channels in name.convolutions:
+    for kernel, stride, padding, channels, pool in name.convolutions:
         layers.append(nn.Conv2d(before, channels, kernel, stride, padding))
         match traits.norm:
             case "bn":
                 layers.append(nn.BatchNorm2d(channels, norm_eps or 1e-5, momentum))
             case "ln":
                 layers.append(ChannelNorm(channels, eps=norm_eps or 1e-6))
+        if pool > 1:
+            layers.append(nn.MaxPool2d(pool))
         layers.append(nn.GELU())
         before = channels
     return layers if traits.ends_in_gelu else layers[:-1]
@@ -170,6 +172,8 @@ def _count_layers(layers: Iterable[nn.Module], products: Products, positions: in
             case nn.Conv2d():
                 positions //= layer.stride[0] * layer.stride[1]
                 products.layer(layer, positions)
+            case nn.MaxPool2d(kernel_size=int(side)):
+                positions //= side**2
             case nn.BatchNorm2d() | nn.LayerNorm() | nn.GELU():
                 products.train(layer)
             case _:

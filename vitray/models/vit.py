@@ -14,6 +14,7 @@ from vitray.models.blocks import Block
 from vitray.models.branches import AXES, BlockSpec, Execution, Trace, build_norm
 from vitray.models.positions import AttentionPositions, AxialRope, Grid, Positions, VisiblePatches, offset_index
 from vitray.models.products import Products
+from vitray.models.sizes import inner_width
 from vitray.models.stems import Stem
 
 
@@ -45,6 +46,7 @@ class ViT(nn.Module):
             layerscale=model.layerscale,
             drop_path_draw=model.drop_path_draw,
             dropout=model.dropout,
+            inner=inner_width(model),
             activation=model.activation,
             norm_eps=model.norm_eps,
             execution=model.execution,

@@ -37,6 +37,6 @@ def with_images(run: Run, source: str, out: str, *, writes: bool = True) -> Run:
     else:
         raise ConfigError(f"--data {source}: no dataset yet; `vitray shard {source} {place}` writes it")
     changes: dict[str, object] = {"data.url": place}
-    if "val" not in dataset.splits and not {"val", "holdout"} & run.data.model_fields_set:
+    if "val" not in dataset.splits and not {"val", "holdout", "fold"} & run.data.model_fields_set:
         changes |= {"data.val": "test"} if "test" in dataset.splits else {"data.holdout": HOLDOUT}
     return run.replace(changes)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vitray.config import Run
 from vitray.config.classification import Finetune
-from vitray.data.shards import holdout_mask
+from vitray.data.shards import held_out
 from vitray.errors import ConfigError
 from vitray.metrics.probes import PROBES
 from vitray.models.network import build_network
@@ -149,8 +149,8 @@ def _probe_run(run_dir: str, steps: Sequence[int], names: Sequence[str]) -> list
     if not run.evaluate.probes:
         raise ConfigError(f"{run_dir}: its evaluate.probes are empty; expected --probes, as in --probes knn,rank")
     dataset = run_dataset(run, run_dir)
-    mask = holdout_mask(dataset, run.data.train, run.data.holdout) if run.data.holdout else None
-    images, device = read_probe_images(run, dataset, mask), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    images = read_probe_images(run, dataset, held_out(dataset, run.data))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for step in steps:
         weights = network_weights(checkpoints.read_checkpoint(run_dir, step).parts, run.task.traits.network)

@@ -1,7 +1,7 @@
 """Inspection figures of a registered model: artifacts of the run that registers it."""
 
 from vitray.config import Run
-from vitray.data.shards import holdout_mask, open_dataset
+from vitray.data.shards import held_out, open_dataset
 from vitray.errors import one_line
 from vitray.inference.models import describe_network
 from vitray.inspection.report.figures import choose_figures
@@ -36,12 +36,11 @@ def inspect_model(run: Run, model: str) -> Inspection:
     command = Request(spec.url)
     if run.data.evaluated and run.evaluate.examples:
         assert run.data.url is not None
-        dataset, holdout = open_dataset(run.data.url), run.data.holdout
-        mask = holdout_mask(dataset, run.data.train, holdout) if holdout else None
-        images = read_shown_images(run, dataset, mask)
+        dataset = open_dataset(run.data.url)
+        images = read_shown_images(run, dataset, held_out(dataset, run.data))
         views_BHWC = images.shown_views(spec)
         command = command._replace(words=[dataset.url], split=run.data.evaluated, images=run.evaluate.examples)
     names = run.evaluate.figures or (DEFAULT if images else choose_figures([], has_images=False, has_two=False))
     subject = Subject(spec.name, spec, vit, images, views_BHWC)
-    text = "" if run.data.holdout else command._replace(figures=list(names)).command
+    text = "" if run.data.held_out else command._replace(figures=list(names)).command
     return Inspection([subject], images, make_results(subject, names), text)

@@ -230,7 +230,7 @@ def _look(run: Run, step: int, batch: DeviceBatch, learner: Learner, length: Len
     seed = int(step_generator(run.seed, step, "torch 0").integers(2**63))
     looked = []
     for part in micro_batches(len(batch.images), num_passes(run, 1), run):
-        inputs = prepare_micro_batch(batch, part, run, step)
+        inputs = prepare_micro_batch(batch, part, run, step, length)
         views = _as_pixels(inputs[0], run)
         for place in range(len(inputs[0])):
             torch.manual_seed(seed)

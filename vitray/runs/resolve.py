@@ -1,7 +1,7 @@
 """`resolve`: all that follows from a run's settings, data and weights, checked before Ray starts."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,9 +13,10 @@ from vitray.config.classification import Finetune
 from vitray.config.evaluation import PROBE_TRAITS
 from vitray.config.pretraining import Beit, Masked
 from vitray.config.self_supervised import Lejepa, SelfDistillation, by_data
-from vitray.data.shards import holdout_mask, open_dataset
+from vitray.data.shards import held_out, open_dataset
 from vitray.data.shards.checking import check_sizes
 from vitray.data.shards.manifest import MANIFEST, Dataset
+from vitray.data.stream.balance import ClassDraw
 from vitray.errors import ConfigError, nearest
 from vitray.runs.placement import check_batch
 from vitray.system import storage
@@ -82,6 +83,7 @@ def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
         few_shot_least=_few_shot_least(run, dataset, mask) if "few_shot" in run.evaluate.probes else None,
         length=length,
         intervals=intervals,
+        balance=_balance(run, dataset, mask) if run.data.balance != "none" else None,
         sizes=network_sizes(run.model),
         costs=task_costs(run, tokenizer and tokenizer.tokenizer, beside),
         initial=initial,
@@ -171,15 +173,41 @@ def _open_teacher(run: Run, dataset: Dataset) -> "TeacherSource | None":
 def _split_images(run: Run, dataset: Dataset) -> tuple[int, int, np.ndarray | None]:
     """Return the number of training images, that of evaluated images, and the hold-out mask."""
     images = _images(dataset, "data.train", run.data.train)
-    if not run.data.holdout:
+    mask = held_out(dataset, run.data)
+    if mask is None:
         return images, _images(dataset, "data.val", run.data.val) if run.data.val else 0, None
-    mask = holdout_mask(dataset, run.data.train, run.data.holdout)
-    held_out = int(mask.sum())
-    if not held_out:
-        raise ConfigError(
-            f"data.holdout: got {run.data.holdout:g}, which holds out none of {images} images, expected more"
-        )
-    return images - held_out, held_out, mask
+    evaluated = int(mask.sum())
+    if not evaluated:
+        setting = "data.fold" if run.data.fold else "data.holdout"
+        raise ConfigError(f"{setting}: got {run.data.held_out}, which holds out none of {images} images, expected more")
+    return images - evaluated, evaluated, mask
+
+
+def _balance(run: Run, dataset: Dataset, mask: np.ndarray | None) -> list[ClassDraw]:
+    from vitray.data.stream.decoding import locate_rows
+    from vitray.data.stream.stream import class_balance
+
+    rows, used = locate_rows(dataset, run.data.train), None if mask is None else np.flatnonzero(~mask)
+    return class_balance(dataset, rows, used, run.data.balance, run.seed).of_classes(0)
+
+
+# Classes of a table, the rarest and the most frequent ones.
+MOST_CLASSES = 20
+
+
+def _balance_lines(draws: Sequence[ClassDraw], classes: Sequence[str]) -> list[str]:
+    """Return a table of how often an epoch shows the images of each class, the rarest first."""
+    order = sorted(range(len(draws)), key=lambda label: (draws[label].images, label))
+    left = len(order) - MOST_CLASSES
+    half = MOST_CLASSES // 2
+    chosen = order if left <= 0 else [*order[:half], *order[-half:]]
+    width = max(len("class"), *(len(classes[label]) for label in chosen))
+    lines = [f"{'class':<{width}}  {'images':>8}  {'shown':>8}  {'repeated':>8}  {'left out':>8}"]
+    for label in chosen:
+        each = draws[label]
+        numbers = (each.images, each.shown, each.repeated, each.left_out)
+        lines.append("  ".join([f"{classes[label]:<{width}}", *(f"{number:>8,}" for number in numbers)]))
+    return [*lines[: half + 1], f"... {left:,} classes between", *lines[half + 1 :]] if left > 0 else lines
 
 
 def plan_text(resolved: ResolvedRun) -> str:
@@ -187,6 +215,8 @@ def plan_text(resolved: ResolvedRun) -> str:
     values = {key: value for key, value in plan_of(resolved).items() if value is not None}
     texts = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in values.items()}
     lines = [f"  {key:<18} {text}" for key, text in texts.items()]
+    if resolved.balance:
+        lines += ["", *(f"  {line}" for line in _balance_lines(resolved.balance, resolved.dataset.classes))]
     if resolved.initial:
         from vitray.weights.freezing import audit_table
 
@@ -266,9 +296,9 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
     check_model_name(run.tracking.register_as)
     if run.tracking.promote and not run.classification:
         raise ConfigError(f"tracking.promote: got a rule, expected null: a task of kind {run.task.kind} has no top-1")
-    if run.tracking.promote and (run.data.val is None or run.data.holdout):
-        got = f"data.holdout {run.data.holdout:g}" if run.data.holdout else "data.val null"
-        wanted = "expected images on which no version was trained: data.val, and data.holdout 0"
+    if run.tracking.promote and (run.data.val is None or run.data.held_out):
+        got = f"{run.data.held_out} of train held out" if run.data.held_out else "data.val null"
+        wanted = "expected images on which no version was trained: data.val, data.holdout 0 and data.fold null"
         raise ConfigError(f"tracking.promote: got a rule with {got}; {wanted}")
     learning = sorted(name for name in run.evaluate.probes if PROBE_TRAITS[name].learns)
     if learning and len(dataset.classes) < 2:

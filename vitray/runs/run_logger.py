@@ -265,6 +265,7 @@ class RunLogger:
         )
         # Written last, because it marks the run as finished.
         content = outcome._asdict() | {"curves": self._history, "device_seconds": costs["cost/device_seconds"]}
+        content |= {"val_images": self._resolved.val_images}
         storage.write_bytes(storage.join(folder.url, OUTCOME), json.dumps(content | dict(result.costs)).encode())
         if saved:
             facts = end_block(self._resolved.val_images, outcome, costs, saved)

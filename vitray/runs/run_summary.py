@@ -2,13 +2,14 @@
 
 import platform
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from vitray.config import Run
 from vitray.config.training import Data
 from vitray.data.augment.views import view_kinds
 from vitray.data.shards import Dataset
 from vitray.data.shares import share_sizes
+from vitray.data.stream.balance import ClassDraw
 from vitray.errors import redact_uri
 from vitray.metrics.few_shot import shots_within
 from vitray.runs.console import clock
@@ -25,7 +26,7 @@ from vitray.weights import SavedModel
 def plan_block(name: str, run_dir: str, resolved: ResolvedRun) -> dict[str, str]:
     """Return what is known before Ray starts, by name."""
     run, length, initial, teacher = resolved.run, resolved.length, resolved.initial, resolved.teacher
-    holdout = f", {run.data.holdout:.0%} of train" if run.data.holdout else ""
+    held_out = f", {run.data.held_out} of train" if run.data.held_out else ""
     return {
         "run": name,
         "model": f"{run.model.name}, {_network_size(resolved)}",
@@ -33,12 +34,21 @@ def plan_block(name: str, run_dir: str, resolved: ResolvedRun) -> dict[str, str]
         **({"start": f"{initial.url}: {initial.adaptation}"} if initial else {}),
         **({"teacher": f"{teacher.url}, {teacher.gflops:.3g} GFLOPs an image"} if teacher else {}),
         "data": f"{run.data.url}: {resolved.images:,} images, {len(resolved.dataset.classes)} classes;"
-        f" {resolved.val_images:,} to validate on{holdout}",
+        f" {resolved.val_images:,} to validate on{held_out}",
+        **({"balance": _balance_text(resolved.balance, resolved.dataset.classes)} if resolved.balance else {}),
         "steps": f"{length.total:,} of {run.optim.batch} images: {length.epoch:,} an epoch,"
         f" {length.warmup:,} to warm up",
         "results": run_dir,
         "tracking": redact_uri(tracking_uri()),
     }
+
+
+def _balance_text(draws: Sequence[ClassDraw], classes: Sequence[str]) -> str:
+    """How often an epoch shows the rarest and the most frequent class that has images."""
+    present = [label for label, each in enumerate(draws) if each.images]
+    ends = dict.fromkeys(pick(present, key=lambda label: draws[label].images) for pick in (min, max))
+    shown = (f"{draws[label].shown:,} of {classes[label]} from {draws[label].images:,}" for label in ends)
+    return f"an epoch shows {' and '.join(shown)} images"
 
 
 def _network_size(resolved: ResolvedRun) -> str:
@@ -103,12 +113,11 @@ def run_datasets(resolved: ResolvedRun) -> list[TrackedDataset]:
     data, dataset = resolved.run.data, resolved.dataset
     name, url = dataset.url.rstrip("/").rpartition("/")[2], dataset.url
     classes = len(dataset.classes)
-    part = [f"without {data.holdout:g}"] if data.holdout else []
-    digest = dataset.part_identity(data.train, *part)
-    label = f"{name}/{data.train}" + (f", without {data.holdout:.0%}" if part else "")
+    digest = dataset.part_identity(data.train, *(f"without {part}" for part in _part(data)))
+    label = f"{name}/{data.train}" + (f", without {data.held_out}" if data.held_out else "")
     inputs = [TrackedDataset(label, digest, url, "training", resolved.images, classes)]
     if digest := evaluated_identity(data, dataset):
-        label = f"{name}/{data.evaluated}" + (f", {data.holdout:.0%}" if part else "")
+        label = f"{name}/{data.evaluated}" + (f", {data.held_out}" if data.held_out else "")
         inputs.append(TrackedDataset(label, digest, url, "validation", resolved.val_images, classes))
     return inputs
 
@@ -117,7 +126,12 @@ def evaluated_identity(data: Data, dataset: Dataset) -> str | None:
     """Return a hash of the images that a run evaluates, with their labels and classes; None without any."""
     if data.evaluated is None:
         return None
-    return dataset.part_identity(data.evaluated, *([f"{data.holdout:g}"] if data.holdout else []))
+    return dataset.part_identity(data.evaluated, *_part(data))
+
+
+def _part(data: Data) -> list[str]:
+    """The part of train that is held out, for its hash: a share in full."""
+    return [f"{data.holdout:g}"] if data.holdout else [data.held_out] if data.held_out else []
 
 
 def end_block(val_images: int, outcome: Outcome, costs: dict[str, float], saved: SavedModel) -> dict[str, str]:

@@ -157,7 +157,7 @@ def _stages_without_model(point: SweepPoint, sweep_dir: str) -> list[str]:
 
 
 def _images_of(run: Run) -> tuple[object, ...]:
-    return run.data.url, run.data.train, run.data.holdout
+    return run.data.url, run.data.train, run.data.held_out
 
 
 def _check_goal(run: Run, space: Space) -> None:

@@ -240,6 +240,7 @@ class SweepLogger:
             paper=paper_result(store.run(name)) if self._on_imagenet else None,
             latency_ms=result.latency_ms,
             peak_memory_bytes=result.peak_memory_bytes,
+            val_images=result.val_images,
         )
 
     def _description(self, trials: Sequence[TrialResult]) -> str:

@@ -63,6 +63,7 @@ class TrialOutcome(NamedTuple):
     device_seconds: float | None = None
     latency_ms: float | None = None
     peak_memory_bytes: float | None = None
+    val_images: int | None = None
 
 
 class TrialEntry(NamedTuple):

@@ -86,7 +86,7 @@ class TaskCosts(NamedTuple):
 
 
 def task_costs(run: Run, tokenizer: VisualTokenizer | None = None, teacher: Teacher | None = None) -> TaskCosts:
-    """Return the costs of a run's task; with model.patches, the mean over the patch sizes that its steps draw."""
+    """Return the costs of a run's task: the mean over the patch and image sizes of its steps."""
 
     def build(model: Model) -> Task:
         with torch.device("meta"):
@@ -97,7 +97,7 @@ def task_costs(run: Run, tokenizer: VisualTokenizer | None = None, teacher: Teac
         return products.gflops
 
     task = build(run.model)
-    drawn = [step_gflops(build(run.model.at_patch(patch))) for patch in run.model.patches] or [step_gflops(task)]
+    gflops = sum(share * step_gflops(build(model)) for model, share in run.trained_models)
     parameters = [*task.parameters()]
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return TaskCosts(sum(each.numel() for each in parameters), trained, sum(drawn) / len(drawn))
+    return TaskCosts(sum(each.numel() for each in parameters), trained, gflops)

@@ -16,7 +16,7 @@ def training_spec(resolved: ResolvedRun, device: str) -> StreamSpec:
     augment = run.data.augment.resolved(device == "cuda")
     spec = StreamSpec(run.data.train, run.optim.batch, run.model.image_shape, augment, repeats=run.data.repeats)
     spec = spec._replace(in_bulk=device == "cpu", row_mask=None if mask is None else ~mask, views=_views(run, augment))
-    return _completed(spec, run)
+    return _completed(spec._replace(balance=run.data.balance), run)
 
 
 def evaluation_spec(resolved: ResolvedRun) -> StreamSpec:

@@ -25,13 +25,12 @@ from vitray.training.examples import choose_examples
 
 def read_shown_images(run: Run, dataset: Dataset, holdout_mask: np.ndarray | None) -> ChosenImages:
     """Return the images of evaluate.examples as they are stored."""
-    data = run.data
-    assert data.evaluated is not None
+    assert run.data.evaluated is not None
     rows, total = choose_examples(run, dataset, holdout_mask)
-    images = images_of(split_images(dataset, data.evaluated), rows.tolist(), total)
+    images = images_of(split_images(dataset, run.data.evaluated), rows.tolist(), total)
     if holdout_mask is None:
         return images
-    part = f", {data.holdout:.0%} held out"
+    part = f", {run.data.held_out} held out"
     return replace(images, name=images.name + part, origin=images.origin + part)
 
 

@@ -394,7 +394,7 @@ def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Le
     learner.task.before_step(step, length.epoch, length.total)
     parts = micro_batches(len(batch.images), num_passes(run, share.workers), run)
     for part in parts:
-        inputs = prepare_micro_batch(batch, part, run, step)
+        inputs = prepare_micro_batch(batch, part, run, step, length)
         # DDP averages the workers' gradients, so each worker is weighted by its share of the global batch.
         weight = len(inputs[0]) * share.workers / run.optim.batch
         is_last = part is parts[-1]
@@ -422,12 +422,14 @@ def drawn_patch(run: Run, step: int) -> int | None:
     return patches[int(step_generator(run.seed, step, "patch").integers(len(patches)))] if patches else None
 
 
-def prepare_micro_batch(batch: DeviceBatch, part: slice, run: Run, step: int) -> Sequence[Tensor]:
+def prepare_micro_batch(batch: DeviceBatch, part: slice, run: Run, step: int, length: Length) -> Sequence[Tensor]:
     """Return a slice of the batch as the inputs of the task: images, and what else it needs."""
     if not run.classification:  # without mixing or erasing
         return batch.inputs(run.task.traits.needs, run.data.normalize, part)
     data = run.data
-    settings = BatchSettings(data.augment, data.mix, data.normalize, run.model.num_classes or 0)
+    is_early = data.early is not None and step < data.early.share * length.total
+    shape = run.early_shape if is_early else None
+    settings = BatchSettings(data.augment, data.mix, data.normalize, run.model.num_classes or 0, shape)
     rows = BatchRows(batch.positions[part] % run.optim.batch, run.optim.batch)
     return prepare_batch(batch.images[part], batch.labels[part], settings, run.seed, step, rows)
 

@@ -7,9 +7,10 @@ from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from vitray.config.training import AdamW, Ema, Lamb, Optim, Sgd
+from vitray.config.training import AdamW, Ema, Lamb, Muon, Optim, Sgd
 from vitray.errors import ConfigError
 from vitray.models.other_networks import OtherNetwork
 
@@ -21,24 +22,29 @@ DECAYING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.C
 
 
 def parameter_groups(module: nn.Module, optim: Optim) -> list[dict[str, Any]]:
-    """Return the trainable parameters of a task, grouped by `weight_decay` and `lr_scale`.
+    """Return the trainable parameters of a task, grouped by `weight_decay` and `lr_scale`, and for Muon by `parts`.
+
+    `parts` is the number of matrices in a parameter whose momentum is made orthogonal; any other has 0.
 
     Level i of L learns at layer_decay ** (L + 1 - i). Stem, tokens and positions are level 0, the blocks 1 to L, and
     the last norm, the head and the task's other modules L + 1.
     """
     vit = module.get_submodule("vit")
     levels, top = _levels(vit)
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, int], list[nn.Parameter]] = {}
     for path, parameter in module.named_parameters():  # a shared parameter once, under its first owner
         if parameter.requires_grad:
-            owner, _, name = path.rpartition(".")
-            is_matrix = isinstance(module.get_submodule(owner), DECAYING) and name == "weight"
+            path, _, name = path.rpartition(".")
+            owner = module.get_submodule(path)
+            is_matrix = isinstance(owner, DECAYING) and name == "weight"
             decays = is_matrix or name == "in_proj_weight"
-            lr_scale = optim.layer_decay ** (top - levels.get(parameter, top))
-            groups.setdefault((lr_scale, optim.weight_decay if decays else 0.0), []).append(parameter)
+            lr_scale, parts = optim.layer_decay ** (top - levels.get(parameter, top)), 0
+            if isinstance(optim.rule, Muon) and is_matrix and path.startswith("vit.blocks."):
+                lr_scale, parts = lr_scale * optim.rule.matrix_lr, 3 if path.endswith(".qkv") else 1
+            groups.setdefault((lr_scale, optim.weight_decay if decays else 0.0, parts), []).append(parameter)
     return [
-        {"params": parameters, "lr_scale": lr_scale, "weight_decay": weight_decay}
-        for (lr_scale, weight_decay), parameters in groups.items()
+        {"params": parameters, "lr_scale": lr_scale, "weight_decay": weight_decay, "parts": parts}
+        for (lr_scale, weight_decay, parts), parameters in groups.items()
     ]
 
 
@@ -73,6 +79,8 @@ def build_optimizer(module: nn.Module, optim: Optim, device: torch.device) -> to
             optimizer = torch.optim.SGD(groups, lr=optim.lr, momentum=momentum, nesterov=nesterov, fused=fused)
         case Lamb(betas=betas, eps=eps):
             optimizer = LambOptimizer(groups, lr=optim.lr, betas=betas, eps=eps, foreach=device.type != "cpu")
+        case Muon(momentum=momentum, iterations=iterations, betas=betas, eps=eps):
+            optimizer = MuonOptimizer(groups, optim.lr, momentum, iterations, betas, eps, fused)
         case _:
             assert_never(optim.rule)
     set_learning_rate(optimizer, optim.lr)
@@ -193,6 +201,102 @@ class LambOptimizer(torch.optim.Optimizer):
 def _trust_ratio(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
     # A tensor, so that the host does not wait for the device.
     return torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
+
+
+class MuonOptimizer(torch.optim.Optimizer):
+    """Muon for the groups whose `parts` is not 0, AdamW for the others.
+
+    m = momentum * m + g;  w *= 1 - lr * decay;  w -= lr * sqrt(max(1, rows / columns)) * orthogonal(g + momentum * m)
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        momentum: float = 0.95,
+        iterations: int = 5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "iterations": iterations, "betas": betas, "eps": eps}
+        super().__init__(groups, {**defaults, "weight_decay": 0.0, "parts": 0, "fused": fused})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update the parameters that have a gradient."""
+        assert closure is None, "the loss is computed before the step"
+        # Matrices of one shape are made orthogonal together, those of all groups.
+        momenta: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not group["parts"]:
+                self._step_adamw(parameters, group)
+                continue
+            for parameter in parameters:
+                gradient = parameter.grad
+                if not self.state[parameter]:
+                    self.state[parameter]["m"] = torch.zeros_like(parameter)
+                m = self.state[parameter]["m"].mul_(group["momentum"]).add_(gradient)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                ahead = gradient.add(m, alpha=group["momentum"])
+                for weight, direction in zip(parameter.chunk(group["parts"]), ahead.chunk(group["parts"]), strict=True):
+                    momenta.setdefault(weight.shape, []).append((weight, direction, group["lr"]))
+        iterations = self.defaults["iterations"]
+        for (rows, columns), matrices in momenta.items():
+            weights, directions, rates = zip(*matrices, strict=True)
+            updates = orthogonal(torch.stack(directions), iterations).unbind()
+            for weight, update, lr in zip(weights, updates, rates, strict=True):
+                weight.add_(update, alpha=-lr * math.sqrt(max(1, rows / columns)))
+
+    def _step_adamw(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
+        for parameter in parameters:
+            if not self.state[parameter]:
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else None)
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[parameter].update(step=step, **moments)
+        m, v, steps = (
+            [self.state[parameter][name] for parameter in parameters] for name in ("exp_avg", "exp_avg_sq", "step")
+        )
+        beta1, beta2 = group["betas"]
+        adamw(
+            list(parameters),
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            m,
+            v,
+            [],
+            steps,
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+# The quintic of Jordan et al.: steep at 0, so that small singular values grow soon, at the price of 0.7 to 1.2 for 1.
+QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonal(x_BRC: Tensor, iterations: int) -> Tensor:
+    """Return the matrices with the same singular vectors and singular values near 1, by Newton-Schulz iterations.
+
+    In float32 on a CPU, whose bfloat16 products are slow before AVX-512; in bfloat16 on other devices.
+    """
+    a, b, c = QUINTIC
+    dtype, is_tall = x_BRC.dtype, x_BRC.shape[1] > x_BRC.shape[2]
+    x = x_BRC if dtype == torch.float64 or x_BRC.device.type == "cpu" else x_BRC.bfloat16()
+    x = x.mT if is_tall else x
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        gram_BRR = x @ x.mT
+        x = a * x + (b * gram_BRR + c * gram_BRR @ gram_BRR) @ x
+    return (x.mT if is_tall else x).to(dtype)
 
 
 # ---- moving average --------------------------------------------------------------------------------------------------

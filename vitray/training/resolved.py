@@ -10,6 +10,7 @@ from vitray.models.sizes import Sizes
 from vitray.training.schedule import Intervals, Length
 
 if TYPE_CHECKING:
+    from vitray.data.stream.balance import ClassDraw
     from vitray.tasks.build import TaskCosts
     from vitray.weights.pretrained import InitialWeights, TeacherSource, TokenizerSource
 
@@ -21,7 +22,7 @@ class ResolvedRun(NamedTuple):
     """Complete: settings that a recipe omits come from the initial weights and from the classes of the data."""
     dataset: Dataset
     holdout_mask: np.ndarray | None
-    """For each row of train, whether data.holdout holds it out; None without a hold-out."""
+    """For each row of train, whether it is held out and evaluated; None where all are trained on."""
     images: int
     """To train on."""
     val_images: int
@@ -29,6 +30,8 @@ class ResolvedRun(NamedTuple):
     """Images of the smallest class that probe few_shot learns from; None without this probe."""
     length: Length
     intervals: Intervals
+    balance: "list[ClassDraw] | None"
+    """How often the first epoch shows the images of each class, where they are balanced; others differ by one."""
     sizes: Sizes
     """Of the network, without what a task trains beside it: a decoder, a head of predictions."""
     costs: "TaskCosts"

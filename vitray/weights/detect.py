@@ -210,6 +210,10 @@ def _read_shapes(state: State, layout: WeightLayout, url: str) -> Shapes:
     maybe_rope = layout.marker == LAYOUTS["deit"].marker and scaled and branches == 1 and stem == "linear"
     up, down = first("ffn.up"), first("ffn.down")
     is_gated = weight == "weight" and up is not None and down is not None and len(up) == 2 * down.shape[1]
+    if down is not None and norm.numel():
+        width, inner = norm.numel(), down.shape[0 if weight == "kernel" else 1]
+        if inner != (8 * math.ceil(width / 3) if is_gated else 4 * width):
+            settings["ffn_ratio"] = inner / width
     has_table = table is not None
     return Shapes(norm.numel(), depth, branches, patch, stem, heads, has_table, is_gated, maybe_rope, settings)
 

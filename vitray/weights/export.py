@@ -14,6 +14,7 @@ from vitray.config.model_names import TORCHVISION, WIDTHS, is_torchvision, width
 from vitray.errors import ConfigError
 from vitray.models.network import AnyNetwork
 from vitray.models.other_networks import constructor_settings
+from vitray.models.sizes import inner_width
 from vitray.models.stems import ChannelNorm
 from vitray.models.vit import ViT
 from vitray.weights.files import State, few
@@ -151,6 +152,7 @@ def _timm_program(vit: AnyNetwork) -> str:
         "global_pool": "token" if model.pool == "token" else "avg",
         "fc_norm": model.pool == "mean_then_norm",
         "init_values": model.layerscale,
+        "mlp_ratio": model.ffn_ratio,
         "act_layer": model.activation,
     }
     # timm has few names, but any of them will do, because all arguments are stated.
@@ -178,6 +180,8 @@ def _layer_code(layer: nn.Module) -> str:
         case nn.Conv2d():
             sizes = (layer.in_channels, layer.out_channels, layer.kernel_size[0], layer.stride[0], layer.padding[0])
             return f"torch.nn.Conv2d{sizes!r}"
+        case nn.MaxPool2d():
+            return f"torch.nn.MaxPool2d({layer.kernel_size!r})"
         case nn.BatchNorm2d():
             return f"torch.nn.BatchNorm2d({layer.num_features}, eps={layer.eps!r})"
         case ChannelNorm():
@@ -202,14 +206,15 @@ def _torchvision_code(model: Model) -> str:
         "num_layers": model.shape.depth,
         "num_heads": model.num_heads,
         "hidden_dim": model.shape.size,
-        "mlp_dim": 4 * model.shape.size,
+        "mlp_dim": inner_width(model),
         "num_classes": model.num_classes,
         "representation_size": (model.head.hidden or model.shape.size) if model.head.kind == "mlp" else None,
     }
     code = {name: repr(value) for name, value in arguments.items()}
     code["norm_layer"] = f"functools.partial(torch.nn.LayerNorm, eps={model.norm_eps!r})"
     kind, shape = _kind(model), model.shape
-    if _TORCHVISION.get(kind) == shape.depth and model.num_heads == WIDTHS[kind.partition("_")[0]].heads:
+    has_usual_sizes = model.ffn_ratio is None and model.num_heads == WIDTHS[kind.partition("_")[0]].heads
+    if _TORCHVISION.get(kind) == shape.depth and has_usual_sizes:
         for fixed in ("patch_size", "num_layers", "num_heads", "hidden_dim", "mlp_dim"):
             del code[fixed]
         return f"torchvision.models.vit_{kind}({_listed(code)})"
@@ -238,7 +243,7 @@ def _hf_files(vit: AnyNetwork, classes: Sequence[str] | None) -> dict[str, str]:
         "hidden_size": model.shape.size,
         "num_hidden_layers": model.shape.depth,
         "num_attention_heads": model.num_heads,
-        "intermediate_size": 4 * model.shape.size,
+        "intermediate_size": inner_width(model),
         "hidden_act": "gelu_pytorch_tanh" if model.activation == "gelu_tanh" else "gelu",
         "layer_norm_eps": model.norm_eps,
         "image_size": model.image_size,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vitray.config.augmentation import Augment, Mix, Normalize
@@ -66,6 +67,8 @@ class BatchSettings(NamedTuple):
     mix: Mix
     normalize: Normalize
     num_classes: int
+    shape: tuple[int, int] | None = None
+    """Height and width to which the images are shrunk; None for their own."""
 
 
 class BatchRows(NamedTuple):
@@ -90,9 +93,11 @@ def prepare_batch(
     images_BHWC: Tensor, labels_B: Tensor, settings: BatchSettings, seed: int, step: int, rows: BatchRows | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return training images (BCHW, float32) and their mixed targets (BK); without `rows`, of the whole batch."""
-    augment, mix, normalize, num_classes = settings
+    augment, mix, normalize, num_classes, shape = settings
     rows = rows or BatchRows(np.arange(len(images_BHWC)), len(images_BHWC))
     images_BCHW = normalized(images_BHWC, normalize)
+    if shape is not None:
+        images_BCHW = F.interpolate(images_BCHW, size=shape, mode="bilinear", antialias=True)
     targets_BK = one_hot(labels_B, num_classes)
     if augment.erase:
         erase_rectangles(images_BCHW, augment.erase, rows, step_generator(seed, step, "erase"))

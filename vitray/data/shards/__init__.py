@@ -4,8 +4,8 @@
 last: a folder without it is no dataset.
 """
 
+from vitray.data.shards.held_out import held_out as held_out
 from vitray.data.shards.manifest import Dataset as Dataset
-from vitray.data.shards.manifest import holdout_mask as holdout_mask
 from vitray.data.shards.manifest import open_dataset as open_dataset
 from vitray.data.shards.options import ShardRequest as ShardRequest
 from vitray.data.shards.options import ShardSettings as ShardSettings

@@ -39,7 +39,7 @@ INSPECTED = pa.schema(
     [(name, pa.string()) for name in ("split", "name", "sha256", "file", "reason")]
     + [(name, pa.int64()) for name in ("label", "start", "size")]
     + [(name, pa.int32()) for name in ("width", "height")]
-    + [("moments", pa.list_(pa.int64())), ("fingerprint", pa.binary())]
+    + [("moments", pa.list_(pa.int64())), ("fingerprint", pa.binary()), ("others", pa.list_(pa.string()))]
 )
 REJECTED = pa.schema([(name, pa.string()) for name in Reject._fields])
 
@@ -96,7 +96,7 @@ def inspect_chunk(request: ShardRequest, kind: Kind, items: Sequence[SourceEntry
     copies = bytearray()
     rows = []
     for item, (content, label) in zip(items, read_items(kind, items, request), strict=True):
-        row: dict[str, Any] = {"split": item.split, "name": item.name, "label": label}
+        row: dict[str, Any] = {"split": item.split, "name": item.name, "label": label, "others": list(item.others)}
         rows.append(row)
         try:
             image = decode_with_pillow(content, settings.max_pixels)

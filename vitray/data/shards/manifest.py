@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, ValidationError, model_validator
@@ -110,6 +109,8 @@ class Dataset(Section):
     settings: dict[str, Any]
     """The settings that decided the content."""
     columns: Columns = Columns()
+    others: tuple[str, ...] = ()
+    """Further columns of the shards, such as one of groups for data.fold."""
     rejects: Rejects
     duplicates: Duplicates
     url: str = Field("", exclude=True)
@@ -184,33 +185,33 @@ def save_dataset(dataset: Dataset) -> None:
     storage.write_bytes(storage.join(dataset.url, MANIFEST), f"{text}\n".encode())
 
 
-def holdout_mask(dataset: Dataset, split: str, share: float) -> np.ndarray:
-    """Return True for each row of a split that is held out; a larger share includes the images of a smaller one.
-
-    A hash of an image's key decides.
-    """
-    limit, keys = int(share * 2**64), row_keys(dataset, split)
-    return np.array([int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < limit for key in keys])
-
-
 def row_keys(dataset: Dataset, split: str) -> Iterator[str]:
     """Yield the key of each row of a split, in order."""
-    return (key for index in range(len(dataset.splits[split].shards)) for key in _keys(dataset, split, index))
-
-
-def _keys(dataset: Dataset, split: str, index: int) -> list[str]:
     shards = dataset.splits[split].shards
-    if dataset.columns.key is None:  # a file indexed in place: keys are shard and row, as in the stream
-        first = sum(shard.rows for shard in shards[:index])
-        return [f"{index}:{row}" for row in range(first, first + shards[index].rows)]
-    url, name = dataset.address(shards[index]), dataset.columns.key
+    first = 0
+    for index, shard in enumerate(shards):
+        if dataset.columns.key is None:  # a file indexed in place: keys are shard and row, as in the stream
+            yield from (f"{index}:{row}" for row in range(first, first + shard.rows))
+        else:
+            keys = read_column(dataset, shard, dataset.columns.key)
+            if not all(isinstance(key, str) for key in keys):
+                raise ConfigError(
+                    f"{dataset.address(shard)}: column {dataset.columns.key}: expected a text in each row"
+                )
+            yield from keys
+        first += shard.rows
+
+
+def read_column(dataset: Dataset, shard: Shard, name: str) -> list[Any]:
+    """Return the values of a column of a shard."""
+    url = dataset.address(shard)
     storage.check_plain(url)
     files, path = storage.filesystem(url)
     with shard_errors(url), pq.ParquetFile(path, filesystem=files) as file:
-        keys = file.read(columns=[name]).flatten().column(name).to_pylist()
-        if len(keys) != shards[index].rows or not all(isinstance(key, str) for key in keys):
-            raise ConfigError(f"{url}: column {name}: expected a text in each of {shards[index].rows} rows")
-    return keys
+        values = file.read(columns=[name]).flatten().column(name).to_pylist()
+        if len(values) != shard.rows:
+            raise ConfigError(f"{url}: column {name}: expected a value in each of {shard.rows} rows")
+    return values
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """The source, destination and settings of `vitray shard`; invalid ones are rejected together in one message."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from vitray.config.parsing import apply_changes, parse_overrides
 from vitray.config.sections import Fraction, Section, Seed, Size, Text
@@ -17,6 +17,8 @@ Kind = Literal["folder", "index", "tar", "parquet", "cifar", "idx", "demo"]
 
 # Settings that do not change the dataset.
 _EXECUTION = {"workers", "chunk", "max_rejects"}
+# Of every shard that vitray writes.
+OWN_COLUMNS = ("image", "label", "key", "width", "height")
 _DEMO_ONLY = {"images", "image_size", "task", "val_share"}
 
 
@@ -49,6 +51,8 @@ class ShardSettings(Section):
     """Column with the path or the bytes; None takes the usual names."""
     label: str | None = None
     """Column or field with the label; None takes the usual names."""
+    columns: Annotated[tuple[Text, ...], Field(strict=False, max_length=64)] = ()
+    """Further columns of an index or of Parquet, or fields of a tar's .json, to keep as text (data.fold.group)."""
     images: Annotated[int, Field(ge=1, le=10**7)] = 6000
     """Demo: train images."""
     val_share: Fraction = 1 / 6
@@ -59,6 +63,14 @@ class ShardSettings(Section):
     """Demo: the labels."""
     classes: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] | None = None
     """Names of the classes to take, numbered in this order; None takes all."""
+
+    @model_validator(mode="after")
+    def _columns_differ(self) -> Self:
+        for name in self.columns:
+            if name in OWN_COLUMNS or self.columns.count(name) > 1:
+                used = "a column that shards have anyway" if name in OWN_COLUMNS else "it more than once"
+                raise ValueError(f"columns: got {name}, {used}; expected other names, each once")
+        return self
 
 
 class ShardRequest(NamedTuple):
@@ -76,7 +88,8 @@ class ShardRequest(NamedTuple):
     def recorded(self) -> dict[str, Any]:
         """Return the settings that decide the content, for dataset.json."""
         unused = set() if self.source == "demo" else _DEMO_ONLY
-        unused = unused | ({"classes"} if self.settings.classes is None else set())  # older datasets do not record it
+        # Older datasets do not record these.
+        unused = unused | {name for name in ("classes", "columns") if not getattr(self.settings, name)}
         settings = self.settings.model_dump(mode="json", exclude=_EXECUTION | unused)
         return settings | {"keep": list(self.keep), "draw": [list(pair) for pair in self.draw]}
 

@@ -70,6 +70,8 @@ class SourceEntry(NamedTuple):
     """Why the image is rejected unread."""
     changed: int = 0
     """Time of change of a file with one image, as in its version."""
+    others: tuple[str | None, ...] = ()
+    """The values of the settings' further columns."""
 
 
 class Reject(NamedTuple):
@@ -109,6 +111,11 @@ Mapped = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], list[Any]]
 def list_source(request: ShardRequest, detected: DetectedSource, mapped: Mapped) -> Listing:
     """Return every image of the source, in an order that depends on the source alone."""
     source, settings, kind = request.source, request.settings, detected.kind
+    if settings.columns and kind not in ("index", "tar", "parquet"):
+        raise ConfigError(
+            f"columns: got {', '.join(settings.columns)}, and a source of kind {kind} has none; expected an index of"
+            " paths, Parquet or a tar"
+        )
     names: Sequence[str] | None = None
     tables: list[ImageTable] = []
     match kind:
@@ -117,10 +124,12 @@ def list_source(request: ShardRequest, detected: DetectedSource, mapped: Mapped)
         case "index":
             entries = _list_index(request, detected)
         case "tar":
-            calls = [(file, _relative(file, source), settings.label) for file in _files(source, detected, ".tar")]
+            files = _files(source, detected, ".tar")
+            calls = [(file, _relative(file, source), settings.label, settings.columns) for file in files]
             entries = [entry for listed in mapped(list_tar, calls) for entry in listed]
         case "parquet":
-            calls = [(file, settings.image, settings.label) for file in _files(source, detected, ".parquet")]
+            files = _files(source, detected, ".parquet")
+            calls = [(file, settings.image, settings.label, settings.columns) for file in files]
             tables = mapped(read_image_table, calls)
             names = next((table.names for table in tables if table.names), None)
             if storage.exists(storage.join(source, MANIFEST)):  # a dataset of ours that is sharded again
@@ -128,12 +137,12 @@ def list_source(request: ShardRequest, detected: DetectedSource, mapped: Mapped)
             entries = [entry for table in tables for entry in _list_rows(table, source)]
         case "cifar" | "idx":
             if kind == "cifar":
-                files, names = list_cifar(source, settings.label)
+                arrays, names = list_cifar(source, settings.label)
             else:
-                files = list_idx(detected.folder, [name for name, version in detected.files.items() if version])
+                arrays = list_idx(detected.folder, [name for name, version in detected.files.items() if version])
             entries = [
                 SourceEntry(split_in(each.name), f"{each.name}/{row:05d}", each.file, row, 0, label)
-                for each in files
+                for each in arrays
                 for row, label in enumerate(each.labels)
             ]
         case "demo":
@@ -269,6 +278,8 @@ def _list_index(request: ShardRequest, detected: DetectedSource) -> Iterator[Sou
     header, rows = read_index(source)
     path_column = find_column(header, settings.image, PATH_COLUMNS, source, "image")
     label_column = find_column(header, settings.label, LABEL_COLUMNS, source, "label")
+    for name in settings.columns:
+        find_column(header, name, (), source, "columns")
     for row in rows:
         path = row[path_column]
         inside = posixpath.normpath(path.removeprefix(f"{root.rstrip('/')}/"))
@@ -279,12 +290,14 @@ def _list_index(request: ShardRequest, detected: DetectedSource) -> Iterator[Sou
             reason = "the path leaves the folder of the index"
         elif version is None:
             reason = "no such file"
-        file, size = storage.join(root, inside), version.size if version else 0
-        yield SourceEntry(split, path, file, 0, size, row[label_column], reason, version.changed if version else 0)
+        file, (size, changed) = storage.join(root, inside), (version.size, version.changed) if version else (0, 0)
+        others = tuple(row[name] or None for name in settings.columns)
+        yield SourceEntry(split, path, file, 0, size, row[label_column], reason, changed, others)
 
 
-def list_tar(url: str, name: str, label: str | None) -> list[SourceEntry]:
+def list_tar(url: str, name: str, label: str | None, columns: Sequence[str] = ()) -> list[SourceEntry]:
     """Return the samples of a WebDataset tar: members of one stem are an image and its label (.cls or .json)."""
+    others: dict[str, tuple[str | None, ...]] = {}
     entries: dict[str, SourceEntry] = {}
     labels: dict[str, Any] = {}
     replaced: list[SourceEntry] = []
@@ -309,28 +322,38 @@ def list_tar(url: str, name: str, label: str | None) -> list[SourceEntry]:
                 elif member.isreg() and ending == (label or "cls") and (file := tar.extractfile(member)):
                     labels[key] = file.read(2**16).decode(errors="surrogateescape").strip()
                 elif member.isreg() and ending == "json" and (file := tar.extractfile(member)):
-                    labels.setdefault(key, _json_label(file.read(2**20), label or "label"))
+                    fields = _json_fields(file.read(2**20))
+                    labels.setdefault(key, fields.get(label or "label"))
+                    others[key] = tuple(_as_text(fields.get(name)) for name in columns)
             check_tar_end(tar)
     except ConfigError:
         raise
     except (tarfile.TarError, ValueError, OverflowError, OSError) as error:  # a forged header may raise all of these
         raise ConfigError(f"{url}: not an uncompressed tar, or a damaged one: {error}") from None
-    return [entry._replace(label=labels.get(key)) for key, entry in entries.items()] + replaced
+    none = (None,) * len(columns)
+    found = [entry._replace(label=labels.get(key), others=others.get(key, none)) for key, entry in entries.items()]
+    return found + replaced
 
 
-def _json_label(text: bytes, field: str) -> Any:
+def _json_fields(text: bytes) -> dict[str, Any]:
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError):
-        return None
-    return tree.get(field) if isinstance(tree, dict) else None
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _as_text(value: Any) -> str | None:
+    """A value of a further column as text; None for none, and for what is no text or number."""
+    return str(value) if isinstance(value, str | int | float) and value != "" else None
 
 
 def _list_rows(table: ImageTable, source: str) -> Iterator[SourceEntry]:
     name = _relative(table.file, source)
     split = split_in(name)
     for row, label in enumerate(table.labels):
-        yield SourceEntry(split, f"{name}:{row}", table.file, row, 0, label)
+        others = tuple(_as_text(column[row]) for column in table.others)
+        yield SourceEntry(split, f"{name}:{row}", table.file, row, 0, label, others=others)
 
 
 def _select_splits(request: ShardRequest, entries: list[SourceEntry]) -> list[SourceEntry]:

@@ -39,6 +39,8 @@ class ImageTable(NamedTuple):
     row_groups: tuple[int, ...]
     names: tuple[str, ...]
     """Class names of the file's metadata, empty if it has none."""
+    others: tuple[list[Any], ...] = ()
+    """The values of further columns."""
 
 
 @contextmanager
@@ -100,18 +102,23 @@ def holds_images(url: str, asked: str | None) -> bool:
     return any(field.name in columns and any(is_a(field.type) for is_a in binary) for field in schema)
 
 
-def read_image_table(url: str, image: str | None, label: str | None) -> ImageTable:
+def read_image_table(url: str, image: str | None, label: str | None, columns: Sequence[str] = ()) -> ImageTable:
     """Return the labels and layout of a file of images, without reading the images."""
     with _opened(url) as file:
         schema = file.schema_arrow
         image_path = _image_path(schema, image, url)
         label = find_column(schema.names, label, LABEL_COLUMNS, url, "label")
         names = _hugging_face_names(schema.metadata or {}, label)
-    if pa.types.is_nested(schema.field(label).type):
-        raise ConfigError(f"{url}: column {label} is {schema.field(label).type}, expected numbers or text")
-    with _opened(url, [label]) as file:
-        labels = [value for chunk in file.read(columns=[label]).column(0).chunks for value in _values(chunk)]
-        return ImageTable(url, image_path, label, labels, tuple(_group_sizes(file)), names)
+    wanted = [label, *(find_column(schema.names, name, (), url, "columns") for name in columns)]
+    for name in wanted:
+        if pa.types.is_nested(schema.field(name).type):
+            raise ConfigError(f"{url}: column {name} is {schema.field(name).type}, expected numbers or text")
+    with _opened(url, wanted) as file:
+        table = file.read(columns=list(dict.fromkeys(wanted)))
+        labels, *others = (
+            [value for chunk in table.column(name).chunks for value in _values(chunk)] for name in wanted
+        )
+        return ImageTable(url, image_path, label, labels, tuple(_group_sizes(file)), names, tuple(others))
 
 
 def _values(column: pa.Array) -> list[Any]:

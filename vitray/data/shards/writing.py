@@ -33,7 +33,7 @@ from vitray.data.shards.manifest import (
     open_dataset,
     save_dataset,
 )
-from vitray.data.shards.options import ShardRequest, ShardSettings
+from vitray.data.shards.options import OWN_COLUMNS, ShardRequest, ShardSettings
 from vitray.data.shards.sources import (
     DetectedSource,
     Listing,
@@ -57,9 +57,8 @@ GROUP_BYTES = 6 * 10**6
 MOST_NAMED = 20
 SHARD_NAME = re.compile(r"[^/]+-\d{5}-of-\d{5}\.parquet")
 
-SCHEMA = pa.schema(
-    [("image", pa.binary()), ("label", pa.int64()), ("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
-)
+# Of OWN_COLUMNS; further columns follow, as text.
+TYPES = (pa.binary(), pa.int64(), pa.string(), pa.int32(), pa.int32())
 
 # (split, shard) in the order of each split
 Shards = list[tuple[str, Shard]]
@@ -263,29 +262,32 @@ def _write_shards(request: ShardRequest, images: pa.Table, tasks: Tasks, owner: 
     for name in names:
         if name.startswith(f"{WORK}/") and name[len(WORK) + 1 :].rpartition("-")[0] in rewritten:
             storage.remove(storage.join(request.dest, name))
-    calls = [(request.dest, plan.name, plan.rows, plan.row_group, mark, owner) for plan, mark in left]
+    columns = request.settings.columns
+    calls = [(request.dest, plan.name, plan.rows, plan.row_group, mark, owner, columns) for plan, mark in left]
     run_with_progress(tasks, write_shard, calls, [plan.rows.num_rows for plan, _ in left], "written")
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(lambda mark: storage.read_bytes(storage.join(request.dest, mark)), marks))
     return [(plan.split, Shard.model_validate_json(text)) for plan, text in zip(plans, texts, strict=True)]
 
 
-def write_shard(dest: str, name: str, rows: pa.Table, row_group: int, mark: str, owner: str) -> None:
+def write_shard(
+    dest: str, name: str, rows: pa.Table, row_group: int, mark: str, owner: str, columns: Sequence[str] = ()
+) -> None:
     """Write one shard, then its description to the work file `mark`."""
     check_owner(dest, owner)
-    groups = []
+    groups, schema = [], pa.schema([*zip(OWN_COLUMNS, TYPES, strict=True), *((each, pa.string()) for each in columns)])
     with storage.atomic_write(storage.join(dest, name)) as path:
-        with pq.ParquetWriter(path, SCHEMA, compression="none", use_dictionary=False, write_statistics=False) as writer:
+        with pq.ParquetWriter(path, schema, compression="none", use_dictionary=False, write_statistics=False) as writer:
             for start in range(0, rows.num_rows, row_group):
                 group = rows.slice(start, row_group)
-                writer.write_table(_gather(group), row_group_size=row_group)
+                writer.write_table(_gather(group, schema), row_group_size=row_group)
                 groups.append(group.num_rows)
         shard = _describe_shard(name, path, tuple(groups))
     mark_checked(storage.join(dest, name), shard.sha256)
     storage.write_bytes(storage.join(dest, mark), shard.model_dump_json().encode())
 
 
-def _gather(rows: pa.Table) -> pa.Table:
+def _gather(rows: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return rows of a shard with the bytes of their images."""
     places = list(zip(*(rows[name].to_pylist() for name in ("file", "start", "size")), strict=True))
     hashes, names = rows["sha256"].to_pylist(), rows["name"].to_pylist()
@@ -294,7 +296,8 @@ def _gather(rows: pa.Table) -> pa.Table:
         if hashlib.sha256(content).hexdigest() != expected:
             raise ConfigError(f"{file}: changed while it was being sharded")
     keys = [f"{content[:16]}:{name}" for content, name in zip(hashes, names, strict=True)]
-    return pa.table([contents, rows["label"], keys, rows["width"], rows["height"]], schema=SCHEMA)
+    others = zip(*rows["others"].to_pylist(), strict=True)
+    return pa.table([contents, rows["label"], keys, rows["width"], rows["height"], *map(list, others)], schema=schema)
 
 
 def _describe_shard(name: str, path: Any, groups: tuple[int, ...]) -> Shard:
@@ -367,6 +370,7 @@ def _describe(
         seed=request.settings.seed,
         settings=request.recorded(),
         columns=columns,
+        others=request.settings.columns,
         rejects=Rejects(count=len(rejects), reasons=dict(sorted(reasons.items()))),
         duplicates=copies,
         url=request.dest,

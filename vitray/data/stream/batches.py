@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from vitray.config.augmentation import Augment, CenterCrop
+from vitray.config.training import Balance
 from vitray.data.augment.draws import Draws
 from vitray.data.augment.views import ViewKind
 
@@ -69,6 +70,8 @@ class StreamSpec(NamedTuple):
     training speed (LOG)."""
     row_mask: np.ndarray | None = None
     """True for each row of the split to use; the other rows are neither read nor counted."""
+    balance: Balance = "none"
+    """How often an epoch shows the images of each class."""
     views: tuple[ViewKind, ...] = ()
     """Global and local views of each image, in place of one of `size` by `crop`."""
 

@@ -32,6 +32,7 @@ import numpy as np
 
 from vitray.data.augment.keyed_random import raw_draws
 from vitray.data.shares import PAIR, dealt_unit
+from vitray.data.stream.balance import ClassBalance
 
 REGION, LANES = 2048, 8
 # Bit-reversed: the lanes of every second or fourth pair are neighbors, which share row groups.
@@ -85,9 +86,14 @@ class EpochOrder:
     """Identity of the dataset, seed and epoch; None for the stored order."""
     repeats: int = 1
     """Views of each image per epoch (repeated augmentation)."""
+    balance: ClassBalance | None = None
+    """Of an epoch whose classes are balanced: `groups` and `used` are then its own."""
 
     def __post_init__(self) -> None:
         self._last = -1, Region(np.empty(0, np.int64), np.empty(0, np.int64))
+        self._before: np.ndarray | None = None
+        if self.balance is not None and self.shuffle is not None:
+            self.groups, self.used, self._before = self.balance.of_rows(self.shuffle[2])
 
     @property
     def images(self) -> int:
@@ -110,6 +116,8 @@ class EpochOrder:
             for region in np.unique(regions):
                 at = np.flatnonzero(regions == region)
                 rows[at] = self._region(int(region)).rows_of(places[at] - region * REGION, copies[at])
+        if self._before is not None:
+            copies = copies + self.repeats * self._before[rows]
         return rows if self.used is None else self.used[rows], copies
 
     def _region(self, region: int) -> Region:

@@ -8,10 +8,20 @@ from typing import Protocol
 
 import numpy as np
 
+from vitray.config.training import Balance
 from vitray.data.augment.draws import read_draws
 from vitray.data.shards.manifest import Dataset
+from vitray.data.stream.balance import ClassBalance, class_weights
 from vitray.data.stream.batches import HostBatch, Share, StreamSpec
-from vitray.data.stream.decoding import Images, ViewSettings, columns_of, locate_rows, sent_draws
+from vitray.data.stream.decoding import (
+    Images,
+    SplitRows,
+    ViewSettings,
+    columns_of,
+    locate_rows,
+    read_labels,
+    sent_draws,
+)
 from vitray.data.stream.epoch_order import EpochOrder, positions_of
 from vitray.errors import ConfigError
 
@@ -42,6 +52,8 @@ class Stream:
             self._used = None, groups
         else:
             self._used = np.flatnonzero(mask), np.add.reduceat(mask.astype(np.int64), self.rows.starts[:-1])
+        balanced = spec.balance != "none"
+        self._balance = class_balance(dataset, self.rows, self._used[0], spec.balance, spec.seed) if balanced else None
         self._reader: Reader = open_reader(self)
 
     @property
@@ -59,7 +71,8 @@ class Stream:
         used, groups = self._used
         if epoch is None:
             return EpochOrder(groups, used, None)
-        return EpochOrder(groups, used, (self.dataset.identity, self.spec.seed, epoch), self.spec.repeats)
+        shuffle = self.dataset.identity, self.spec.seed, epoch
+        return EpochOrder(groups, used, shuffle, self.spec.repeats, self._balance)
 
     def view(self, epoch: int) -> ViewSettings:
         """Return the settings of the views of an epoch; an evaluation has those of epoch 0."""
@@ -135,3 +148,13 @@ class Stream:
                 f"{self.dataset.url}: {len(names)} of {self.images} images cannot be decoded, more than"
                 f" max_corrupt {self.spec.max_corrupt:g}: {few}"
             )
+
+
+def class_balance(
+    dataset: Dataset, rows: SplitRows, used: np.ndarray | None, balance: Balance, seed: int
+) -> ClassBalance:
+    """Return how often the epochs of a run show the images of each class; reads all labels."""
+    labels = read_labels(np.arange(rows.starts[-1]), rows)
+    used = np.arange(len(labels)) if used is None else used
+    weights_K = class_weights(balance, np.bincount(labels[used], minlength=rows.classes), dataset.classes)
+    return ClassBalance(labels, used, rows.starts, weights_K, f"{dataset.identity} {seed}")

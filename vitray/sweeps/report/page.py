@@ -25,9 +25,10 @@ from vitray.sweeps.report.papers import TITLE
 from vitray.sweeps.report.results import (
     COSTS,
     MODEL,
-    SEED,
+    REPEATS,
     STATES,
     Cost,
+    Group,
     Measure,
     Results,
     SweepResult,
@@ -132,7 +133,7 @@ def render(results: Results, pictures: Mapping[str, Sequence[Picture]], table_cs
     facts = {"recipe": sweep.recipe, "started": sweep.began, **sweep.circumstances}
     origin = {"command": sweep.command, "facts": facts, "space": sweep.space_text}
     sections = [
-        PageSection("groups", "Results over seeds", _groups(results, pictures.get("groups", ()))),
+        PageSection("groups", f"Results over {results.repeats}", _groups(results, pictures.get("groups", ()))),
         PageSection("differences", "Differences", _differences(results, pictures.get("differences", ()))),
         PageSection("papers", "Comparison with the papers", _papers(results)),
         PageSection("depth", "Depth and branches", pictures.get("depth")),
@@ -165,12 +166,14 @@ def _best(results: Results) -> Mapping[str, Any] | None:
 
 
 def _seeds_verdict(results: Results) -> Iterator[str]:
-    """The best group's mean over its seeds, and its difference from the next group."""
+    """The best group's mean over its seeds and folds, its share out of fold, and its difference from the next group."""
     measure, groups = results.measure, results.scored
     if not groups or len(groups[0].scores) < 2:
         return
     first = groups[0]
     yield f"Best on average: {first.label}, {results.score_text(first)}."
+    if text := _out_of_fold(results, first):
+        yield f"Out of fold, each of the images once, {text}."
     pair = next((pair for pair in results.pairs if pair.one == first), None)
     if pair is not None:
         mean, low, high = (measure.signed(value) for value in pair.difference[:3])
@@ -187,31 +190,54 @@ def _groups(results: Results, pictures: Sequence[Picture]) -> Mapping[str, Any] 
     if not results.scored or not results.is_repeated:
         return None
     incomplete = any(trial.state in ("stopped early", "failed") for group in results.scored for trial in group.trials)
-    prose = f"Mean {results.measure.goal} ± standard deviation (by n − 1) over the n finished seeds."
-    prose += " Means without the failed or stopped seeds may look too good." if incomplete else ""
+    word = results.repeats
+    prose = f"Mean {results.measure.goal} ± standard deviation (by n − 1) over the n finished {word}."
+    prose += f" Means without the failed or stopped {word} may look too good." if incomplete else ""
+    shares = [_out_of_fold(results, group) for group in results.groups]
+    if any(shares):
+        prose += (
+            " Out of fold: of the images of all folds, each counted once by the network that did not learn it, the"
+            " share that is right, with a 95 % interval over images."
+        )
     varied, costs = varied_settings(results.sweep.trials), _known_costs(results.sweep.trials)
     prose += _latency_note(costs)
-    goal, count = Column(results.measure.title, True), Column("n", True)
-    columns = [*_setting_columns(varied), goal, count, *(Column(cost.column, True) for cost in costs)]
+    numbers = [Column(results.measure.title, True), Column("n", True)]
+    numbers += [Column("out of fold", True)] if any(shares) else []
+    columns = [*_setting_columns(varied), *numbers, *(Column(cost.column, True) for cost in costs)]
     rows = []
-    for group in results.groups:
+    for group, share in zip(results.groups, shares, strict=True):
         n, trials = len(group.scores), len(group.trials)
         number = str(n) if n == trials else f"{n} of {trials}"
         score = results.score_text(group).partition(" (")[0]
         spent = [cost.text(group.cost(cost.field)) for cost in costs]
-        rows.append([*_setting_texts(group.settings, varied), score, number, *spent])
+        own = [share or "–"] if any(shares) else []
+        rows.append([*_setting_texts(group.settings, varied), score, number, *own, *spent])
     return {"prose": prose, "pictures": pictures, "table": Table("Groups", columns, rows, marked=True)}
+
+
+def _out_of_fold(results: Results, group: Group) -> str | None:
+    """The share of a group out of fold, with its interval and images; None without folds, or of another goal."""
+    measure = results.measure
+    if not measure.is_top1 or not results.folds or (found := group.out_of_fold(results.folds)) is None:
+        return None
+    share, images = found
+    return (
+        f"{measure.digits(share.estimate)} ({measure.digits(share.low)} to {measure.digits(share.high)}) of {images:,}"
+    )
 
 
 def _differences(results: Results, pictures: Sequence[Picture]) -> Mapping[str, Any] | None:
     pairs, measure = results.pairs, results.measure
     if not pairs:
         return None
-    prose = "One group minus the other. Seeds are taken to scatter alike in all groups"
-    if results.sweep.shared_stage is not None:
+    prose = f"One group minus the other. {results.repeats.capitalize()} are taken to scatter alike in all groups"
+    if results.folds:
+        prose += ", but for the effect that each has on all of them. As folds share what they are trained on, intervals"
+        prose += " are somewhat too narrow"
+    elif results.sweep.shared_stage is not None:
         prose += f", but for the effect that each has on all of them through {results.sweep.shared_stage}"
     prose += ". Intervals (95 %) and p are Tukey's: they hold for all pairs of groups together."
-    if measure.is_share:
+    if measure.is_share and not results.folds:
         seeds = results.seeds_to_tell or f"more than {MOST_SEEDS:,}"
         prose += f" To find a difference of one point, with a chance of {100 * POWER:g} %, takes {seeds} seeds a group."
     rows = []
@@ -250,22 +276,23 @@ def _trials(results: Results) -> Mapping[str, Any]:
     # A table of groups already has the sizes of their networks.
     costs = [cost for cost in _known_costs(trials) if cost.field == "device_seconds" or not results.is_repeated]
     varied = varied_settings(trials)
-    seeds, linked = any(SEED in trial.settings for trial in trials), any(trial.run_url for trial in trials)
+    repeats = [path for path in REPEATS if any(path in trial.settings for trial in trials)]
+    linked = any(trial.run_url for trial in trials)
     columns = [
         Column("trial"),
         Column(measure.title, True),
         Column("state"),
         *_setting_columns(varied),
-        *([Column("seed", True)] if seeds else []),
+        *(Column(REPEATS[path].removesuffix("s"), True) for path in repeats),
         *(Column(cost.column, True) for cost in costs),
         *([Column("run")] if linked else []),
     ]
     rows = []
     for trial in trials:
-        seed = [value_text(trial.settings[SEED]) if SEED in trial.settings else "–"] if seeds else []
+        values = [value_text(trial.settings[path]) if path in trial.settings else "–" for path in repeats]
         row = {"trial": trial, "settings": _setting_texts(trial.settings, varied)}
         row["goal"] = "–" if trial.goal is None else measure.digits(trial.goal)
-        rows.append({**row, "numbers": [*seed, *(cost.text(getattr(trial, cost.field)) for cost in costs)]})
+        rows.append({**row, "numbers": [*values, *(cost.text(getattr(trial, cost.field)) for cost in costs)]})
     prose = f"Best first. Open a trial for the command that repeats it.{_latency_note(costs)}"
     table = Table("Trials", columns, rows, marked=bool(trials) and trials[0].score is not None)
     return {"prose": prose, "table": table, "is_linked": linked}
@@ -288,7 +315,7 @@ def _latency_note(costs: Sequence[Cost]) -> str:
     """Return the meaning of the latency, if it is shown."""
     if all(cost.field != "latency_ms" for cost in costs):
         return ""
-    return " Latency: the fastest forward pass of one image after a trial, of all seeds; on a CPU, of one thread."
+    return " Latency: the fastest forward pass of one image after a trial, of all of them; on a CPU, of one thread."
 
 
 # ---- the rest --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from vitray.config.model_names import Name
 from vitray.metrics.groups import GroupDifference, pool, seeds_to_tell, tukey
+from vitray.metrics.intervals import Interval, wilson
 from vitray.sweeps.report.papers import PaperResult
 from vitray.sweeps.space import shape_of
 
@@ -17,7 +18,9 @@ TrialState = Literal["finished", "stopped early", "failed", "running", "waiting"
 STATES: tuple[TrialState, ...] = get_args(TrialState)
 GoalMode = Literal["max", "min"]
 
-SEED, MODEL, LR = "seed", "model.name", "optim.lr"
+SEED, FOLD, MODEL, LR = "seed", "data.fold.index", "model.name", "optim.lr"
+# Settings whose values repeat a group, by what people call their values.
+REPEATS = {SEED: "seeds", FOLD: "folds"}
 # Settings whose values need no name beside them.
 UNNAMED = (MODEL, "task.mode")
 # Up to this number of groups, each is compared with each; more are compared with the best one.
@@ -53,6 +56,8 @@ class TrialResult(NamedTuple):
     """Of one image, forward, on the training device (a CPU: one thread): the fastest of some passes."""
     peak_memory_bytes: float | None = None
     """The highest of all workers."""
+    val_images: int | None = None
+    """The evaluated images."""
 
     @property
     def score(self) -> float | None:
@@ -184,7 +189,7 @@ def leader(trials: list[AnyTrial], measure: Measure) -> AnyTrial | None:
 
 
 def varied_settings(trials: Sequence[TrialResult]) -> dict[str, list[Any]]:
-    """Return {setting: its distinct values} of the settings that vary, without the seed."""
+    """Return {setting: its distinct values} of the settings that vary, without those that repeat a group."""
     values: dict[str, dict[str, Any]] = defaultdict(dict)
     for trial in trials:
         for path, value in trial.settings.items():
@@ -193,7 +198,7 @@ def varied_settings(trials: Sequence[TrialResult]) -> dict[str, list[Any]]:
     return {
         path: list(distinct.values())
         for path, distinct in values.items()
-        if path != SEED and (len(distinct) > 1 or path in absent)
+        if path not in REPEATS and (len(distinct) > 1 or path in absent)
     }
 
 
@@ -248,7 +253,7 @@ def canonical(value: Any) -> str:
 
 
 class Group(NamedTuple):
-    """Trials with the same settings except for the seed."""
+    """Trials with the same settings except for the seed and the fold."""
 
     label: str
     settings: dict[str, Any]
@@ -256,21 +261,35 @@ class Group(NamedTuple):
 
     @property
     def scores(self) -> dict[Any, float]:
-        """{seed: goal} of the finished trials. A repeated seed is no new sample, so it counts once, by its mean."""
-        by_seed = defaultdict(list)
+        """{seed and fold: goal} of the finished trials; equal ones are one sample, and count by their mean."""
+        found = defaultdict(list)
         for trial in self.trials:
             if trial.state == "finished" and trial.score is not None:
-                by_seed[canonical(trial.settings.get(SEED))].append(trial.score)
-        return {seed: statistics.fmean(values) for seed, values in by_seed.items()}
+                found[canonical([trial.settings.get(path) for path in REPEATS])].append(trial.score)
+        return {name: statistics.fmean(values) for name, values in found.items()}
+
+    def out_of_fold(self, folds: Sequence[Any]) -> tuple[Interval, int] | None:
+        """Return the share of the images of all these folds that the network which did not learn them has right, and
+        their number; None unless each fold has one finished trial."""
+        done = [trial for trial in self.trials if trial.state == "finished" and trial.score is not None]
+        counts = [
+            (round((trial.score or 0) * trial.val_images), trial.val_images) for trial in done if trial.val_images
+        ]
+        if len(counts) < len(done) or sorted(canonical(trial.settings[FOLD]) for trial in done) != sorted(
+            map(canonical, folds)
+        ):
+            return None
+        hits, images = (sum(each) for each in zip(*counts, strict=True))
+        return wilson(hits, images), images
 
     @property
     def mean(self) -> float:
-        """Over the finished seeds, of which there must be one."""
+        """Over the finished seeds and folds, of which there must be one."""
         return statistics.fmean(self.scores.values())
 
     @property
     def sd(self) -> float | None:
-        """The standard deviation, by n - 1, over several finished seeds; None for a single one."""
+        """The standard deviation, by n - 1, over several finished seeds or folds; None for a single one."""
         return statistics.stdev(self.scores.values()) if len(self.scores) > 1 else None
 
     def cost(self, field: str) -> float | None:
@@ -303,7 +322,7 @@ class Results(NamedTuple):
     measure: Measure
     groups: list[Group]
     pairs: list[Pair]
-    """Of groups with several finished seeds, the better group first."""
+    """Of groups with several finished seeds or folds, the better group first."""
     seeds_to_tell: int | None
     """The seeds a group with which a difference of one point would be found; None: too many, or no shares."""
 
@@ -311,6 +330,22 @@ class Results(NamedTuple):
     def scored(self) -> list[Group]:
         """The groups with a finished trial."""
         return [group for group in self.groups if group.scores]
+
+    @property
+    def folds(self) -> list[Any]:
+        """The folds of the sweep; none for one without."""
+        return list(
+            {
+                canonical(fold): fold for trial in self.sweep.trials if (fold := trial.settings.get(FOLD)) is not None
+            }.values()
+        )
+
+    @property
+    def repeats(self) -> str:
+        """What repeats a group, in words."""
+        trials = self.sweep.trials
+        values = {path: {canonical(trial.settings.get(path)) for trial in trials} for path in REPEATS}
+        return " and ".join(word for path, word in REPEATS.items() if len(values[path]) > 1) or REPEATS[SEED]
 
     @property
     def is_repeated(self) -> bool:
@@ -333,7 +368,7 @@ class Results(NamedTuple):
         return " Each network is shown with its best settings." if len(networks) < len(self.scored) else ""
 
     def score_text(self, group: Group) -> str:
-        """A group's mean; of several seeds also their spread and number."""
+        """A group's mean; of several seeds or folds also their spread and number."""
         if not group.scores:
             return "–"
         if group.sd is None:
@@ -348,7 +383,9 @@ def results_of(sweep: SweepResult) -> Results:
     groups = grouped(sweep.trials)
     groups.sort(key=lambda group: measure.rank(group.mean if group.scores else None))
     repeated = {str(place): group for place, group in enumerate(groups) if len(group.scores) > 1}
-    pooled = pool({place: group.scores for place, group in repeated.items()}, by_seed=sweep.shared_stage is not None)
+    # A fold is as hard for one group as for another.
+    shares = sweep.shared_stage is not None or any(FOLD in trial.settings for trial in sweep.trials)
+    pooled = pool({place: group.scores for place, group in repeated.items()}, by_seed=shares)
     if pooled is None:
         return Results(sweep, measure, groups, [], None)
     first, *rest = repeated
@@ -365,15 +402,15 @@ def grouped(trials: Sequence[TrialResult]) -> list[Group]:
     varied = varied_settings(trials)
     by_settings: dict[str, list[TrialResult]] = defaultdict(list)
     for trial in trials:
-        by_settings[canonical(_without_seed(trial.settings))].append(trial)
+        by_settings[canonical(_without_repeats(trial.settings))].append(trial)
     return [
-        Group(label_of(members[0].settings, varied), _without_seed(members[0].settings), members)
+        Group(label_of(members[0].settings, varied), _without_repeats(members[0].settings), members)
         for members in by_settings.values()
     ]
 
 
-def _without_seed(settings: dict[str, Any]) -> dict[str, Any]:
-    return {path: value for path, value in settings.items() if path != SEED}
+def _without_repeats(settings: dict[str, Any]) -> dict[str, Any]:
+    return {path: value for path, value in settings.items() if path not in REPEATS}
 
 
 def pareto_front(costs: Sequence[float], values: Sequence[float], mode: GoalMode) -> list[int]:

@@ -20,7 +20,8 @@ MOST_KERNELS = 112
 FILTERS_WIDE = 7
 PROSE = (
     "The leading principal components of the stem's filters, one filter for each channel of a token, the largest share"
-    " of their variance first; of another network, the filters of its first convolution themselves. Each is"
+    " of their variance first; of a stem with max pools and of another network, the filters of its first convolution"
+    " themselves. Each is"
     " scaled to its largest entry; mid-gray is zero."
 )
 
@@ -28,7 +29,7 @@ PROSE = (
 def make(subjects: Sequence[Subject], result: FigureResult) -> FigureResult:
     """Return the result with a drawing and a table of each network whose stem has filters."""
     for subject in subjects:
-        if isinstance(subject.network, OtherNetwork):
+        if isinstance(subject.network, OtherNetwork) or subject.vit.model.shape.has_pools:
             kernels_KCHW = first_filters(subject.network)
             if kernels_KCHW is None:
                 result = result.without(f"{subject.name} has none: it has no convolution.")
