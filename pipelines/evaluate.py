@@ -49,6 +49,7 @@ def main(args: list[str]) -> dict[str, Any]:
         imagenet_c=options.imagenet_c,
         baseline=options.baseline,
         labels=options.labels,
+        out_of_fold=options.out_of_fold,
         out=options.out,
         workers=options.workers,
         max_corrupt=options.max_corrupt,
@@ -86,6 +87,11 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--baseline", metavar="FILE", help="JSON {corruption: error} of a reference network, for mCE")
     kinds = "real, imagenet-v2, imagenet-a, imagenet-r, imagenet-sketch or objectnet"
     parser.add_argument("--labels", metavar="KIND=PATH", help=f"published labels, as in real=real.json; KIND: {kinds}")
+    parser.add_argument(
+        "--out-of-fold",
+        action="store_true",
+        help="score the networks of all folds of --split train as one, each image by the one that did not learn it",
+    )
     parser.add_argument("--out", metavar="DIR", help="folder or s3:// (default: evaluations/MODEL-DATA)")
     parser.add_argument("--workers", type=int, help="actors at a time (default: all GPUs or CPUs of a cluster, else 1)")
     limit = "share of unusable images above which the command fails (default: %(default)s)"

@@ -1,7 +1,9 @@
 """Folds of train: equal, stratified, grouped, exhaustive, and the same for any order of the images."""
 
+import csv
 import io
 import json
+import re
 import tarfile
 from pathlib import Path
 
@@ -9,24 +11,29 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from networks import scrambled
 from scipy.stats import binomtest
 
 import tune_spaces
+import vitray
 from pipelines.__main__ import main
 from vitray.config import load_run
-from vitray.config.training import Data
+from vitray.config.training import Data, Fold
 from vitray.data.shards import held_out, open_dataset
 from vitray.data.shards.demo import demo_item
 from vitray.data.shards.held_out import fold_numbers
 from vitray.data.shards.manifest import read_column, row_keys
 from vitray.errors import ConfigError
+from vitray.models.vit import ViT
 from vitray.runs.resolve import resolve
 from vitray.sweeps.report import SweepResult, TrialResult
 from vitray.sweeps.report.page import render
 from vitray.sweeps.report.results import results_of
 from vitray.sweeps.space import check_space, read_space, run_of
+from vitray.weights import save_model
 
 
 def counts_of(numbers: np.ndarray, labels: np.ndarray, of: int) -> np.ndarray:
@@ -276,3 +283,55 @@ def test_the_space_holds_out_each_fold():
     runs = [run_of(base, point) for point in check_space(space, base)]
     assert [run.data.held_out for run in runs] == [f"fold {index} of 5 by patient" for index in range(5)]
     assert {run.data.evaluated for run in runs} == {"train"}
+
+
+# ---- the networks of all folds as one --------------------------------------------------------------------------------
+
+
+def fold_models(folder, of=3, **fold) -> list[str]:
+    """Random networks, each as if trained on all folds but one."""
+    urls = []
+    for index in range(of):
+        settings = {"of": of, "index": index, **fold}
+        model = {"name": "vit_u1x1_8", "image_size": 16, "num_classes": 4, "class_token": False, "pool": "mean"}
+        run = load_run(None, {"model": model, "data.fold": settings})
+        torch.manual_seed(index)
+        urls.append(str(folder / f"fold-{index}"))
+        save_model(urls[-1], run, scrambled(ViT(run.model), index), list("0123"))
+    return urls
+
+
+def test_each_image_is_scored_by_the_network_that_did_not_learn_it(dataset, tmp_path):
+    urls = fold_models(tmp_path, group="patient")
+    whole = vitray.evaluate(urls, dataset, split="train", out_of_fold=True, out=str(tmp_path / "whole")).values
+    opened = open_dataset(dataset)
+    keys, hits = [*row_keys(opened, "train")], {}
+    for index, url in enumerate(urls):
+        vitray.evaluate(url, dataset, split="train", out=str(tmp_path / f"each-{index}"))
+        mask = held_out(opened, Data(fold=Fold(of=3, index=index, group="patient")))
+        own = {key for key, held in zip(keys, mask, strict=True) if held}
+        with open(tmp_path / f"each-{index}/predictions.csv", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["image"] in own]
+        hits |= {row["image"]: row["label"] == row["predicted"] for row in rows}
+    assert sorted(hits) == sorted(keys)
+    assert whole["images"] == 120
+    assert whole["top1"] == pytest.approx(sum(hits.values()) / 120)
+    with open(tmp_path / "whole/predictions.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["image"]: row["label"] == row["predicted"] for row in rows} == hits
+
+
+def test_networks_that_are_not_those_of_all_folds_are_one_message(dataset, tmp_path, capsys):
+    urls = fold_models(tmp_path)
+    other = fold_models(tmp_path / "other", of=2)
+    run = load_run(None, {"model": {"name": "vit_u1x1_8", "image_size": 16, "num_classes": 4}})
+    plain = str(tmp_path / "plain")
+    save_model(plain, run, ViT(run.model), list("0123"))
+    for words, message in (
+        (urls[:2], r"--out-of-fold: got folds \[0, 1\], expected each of 3 once, from 0 on"),
+        ([*urls[:2], other[0]], "other/fold-0 has one of 2 folds by image, and the first network of 3 folds by image"),
+        ([plain], "plain was trained without data.fold; expected all with one"),
+    ):
+        words = [*words, dataset, "--split", "train", "--out", str(tmp_path / "no")]
+        assert main(["evaluate", *words, "--out-of-fold"]) == 2
+        assert re.search(message, capsys.readouterr().err)

@@ -62,6 +62,7 @@ IMAGENET = 1_281_167
 DEMOS = {"demo", "demo_distill", "demo_finetune", "demo_flexible", "demo_hybrid", "demo_masked", "demo_tokenizer"}
 DEMOS |= {"demo_self_distillation", "demo_torchvision"}
 CIFAR = {"cifar10_supervised", "cifar10_finetune", "cifar10_masked", "cifar10_tokenizer", "cifar10_lejepa"}
+CIFAR |= {"cifar10_speedrun"}
 OURS = DEMOS | CIFAR | {"finetune"}  # recipes without a paper
 # Recipes that begin with the network of another one, whose command their header has too.
 BEGIN_WITH = {"demo_distill": "demo", "demo_finetune": "demo", "demo_masked": "demo_tokenizer"}
@@ -120,7 +121,7 @@ each_expectation = pytest.mark.parametrize(("path", "expected"), EXPECTATIONS)
 
 
 def test_no_recipe_is_missed():
-    assert len(RECIPES) == 37
+    assert len(RECIPES) == 38
     assert len(EXPECTATIONS) == 57
     assert [path.stem for path in RECIPES] == recipes.names()
     assert all(recipes.path_of(path.stem) == path for path in RECIPES)
@@ -357,7 +358,7 @@ def toy(run: Run) -> Run:
         return run.replace({"model.name": name, "model.image_size": 4 * shape.patch} | small | head)
     if isinstance(run.task, Masked | Tokenizer):  # without classes; and BeiT's smallest rectangle is 4 x 4 patches
         return run.replace({"model.name": name, "model.image_size": 4 * shape.patch})
-    side = 2 * max((shape.patch, *run.model.patches))
+    side = (4 if run.data.early else 2) * max((shape.patch, *run.model.patches))
     return run.replace({"model.name": name, "model.image_size": side, "model.num_classes": 5})
 
 

@@ -125,6 +125,7 @@ def evaluate(
     imagenet_c: Address | None = None,
     baseline: Address | None = None,
     labels: str | None = None,
+    out_of_fold: bool = False,
     out: Address | None = None,
     workers: int | None = None,
     max_corrupt: float = 0.01,
@@ -136,6 +137,7 @@ def evaluate(
     `train_shares`: shares of these images that the linear probe learns from, too
     `corrupt`: also score corrupted copies; `imagenet_c` is a folder of them, `baseline` the errors of another network
     `labels`: published labels as KIND=PATH
+    `out_of_fold`: the networks are those of all folds of the split, and are scored as one
     `out`: a folder or s3://; None is evaluations/MODEL-DATA
     `workers`: actors at a time; None is all GPUs or CPUs of a cluster, else one
     `max_corrupt`: the share of unusable images above which the evaluation fails
@@ -162,6 +164,7 @@ def evaluate(
         _address(imagenet_c),
         _address(baseline),
         labels,
+        out_of_fold,
     )
     evaluation, page = evaluation_verb.evaluate(request)
     text = f"{scores_text(evaluation)}\n\n{page}"

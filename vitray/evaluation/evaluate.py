@@ -8,8 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vitray.cluster.storage_check import check_writable
 from vitray.config.evaluation import PROBE_TRAITS, feature_probes
+from vitray.config.training import Data, Fold
+from vitray.data.shards import held_out, open_dataset
 from vitray.data.stream.decoding import SplitRows
 from vitray.errors import ConfigError, nearest
 from vitray.evaluation.classes import all_classes, check_same_classes, class_names, class_numbers, numbered
@@ -59,6 +63,9 @@ class Request(NamedTuple):
     """A JSON file with the errors of another network on the corrupted images."""
     labels: str | None = None
     """A label set as KIND=PATH; its images may have other classes than the network."""
+    out_of_fold: bool = False
+    """Whether the networks are those of all folds of a split, scored as one: each image by the one that did not learn
+    it."""
 
     @property
     def command(self) -> str:
@@ -68,6 +75,7 @@ class Request(NamedTuple):
         words += ["--train-shares", *(f"{share:g}" for share in self.train_shares)] if self.train_shares else []
         words += ["--max-corrupt", f"{self.max_corrupt:g}"] if self.max_corrupt != MAX_CORRUPT else []
         words += ["--corrupt"] if self.corrupt else []
+        words += ["--out-of-fold"] if self.out_of_fold else []
         named = {"--imagenet-c": self.imagenet_c, "--baseline": self.baseline, "--labels": self.labels}
         words += [word for option, value in named.items() if value for word in (option, value)]
         return shlex.join(words + (["--out", self.out] if self.out else []))
@@ -90,7 +98,7 @@ def evaluate(request: Request) -> tuple[Evaluation, str]:
     is_tracked = has_store()
     evaluation, folder = compute_evaluation(request)
     page = write_evaluation(evaluation, folder)
-    if is_tracked:
+    if is_tracked and not request.out_of_fold:  # a run in MLflow belongs to one network
         track_evaluation(evaluation, folder)
     return evaluation, page
 
@@ -107,11 +115,18 @@ def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
     train = open_training(images, request.train_split) if learns else None
     corrupted = open_corrupted(request.corrupt, request.imagenet_c, request.baseline)
     _check(request, networks, images, corrupted)
+    others = request.probes or corrupted or request.labels
+    if request.out_of_fold and (others or not isinstance(images.source, SplitRows)):
+        raise ConfigError("--out-of-fold: expected a dataset of `vitray shard`, and no other scores beside it")
     all_classes(train, images)  # refuses classes of one name
     names = [*(network.spec.name for network in networks), images.name]
     names += [images.split] if images.split != "val" else []
     folder = request.out or storage.join(DEFAULT_FOLDER, "-".join(names).replace("/", "-"))
     check_writable(folder)
+    if request.out_of_fold:
+        with actor_session(request.workers):
+            result = _out_of_fold(request, networks, images, folder)
+        return Evaluation(images, [result], [], None, request.command), folder
     with actor_session(request.workers):
         results = [_result(request, network, images, train, corrupted, folder) for network in networks]
     pairs, shares = compare(results)
@@ -204,6 +219,56 @@ def _result(
         more |= label_values(by_labels)
     scored = _score(spec, images, outputs, is_lenient=request.labels is not None)
     return Result(network.name, spec, outputs, class_names(spec, images), scored, more, by_labels, probed)
+
+
+def _out_of_fold(request: Request, networks: Sequence[Network], images: ImageSet, folder: str) -> Result:
+    """Compute and score the networks of all folds as one."""
+    folds, dataset = _folds_of(networks, images), open_dataset(images.url)
+    parts: list[Outputs] = []
+    for network, fold in zip(networks, folds, strict=True):
+        mask = held_out(dataset, Data(train=images.split, fold=fold))
+        assert mask is not None
+        rows = np.flatnonzero(mask)
+        own = images.part(rows, fold.model_dump_json())
+        numerics = numerics_of(request.workers, BATCH)
+        work = Work(network.spec, own, ("logits",), storage.join(folder, "outputs"), numerics)
+        outputs = compute_outputs(work._replace(max_corrupt=request.max_corrupt), request.workers, network.vit)
+        parts.append(outputs._replace(rows=rows[outputs.rows]))
+    order = np.argsort(np.concatenate([part.rows for part in parts]))
+    keys = [key for part in parts for key in part.keys]
+    whole = Outputs(
+        rows=np.concatenate([part.rows for part in parts])[order],
+        keys=[keys[place] for place in order],
+        labels=np.concatenate([part.labels for part in parts])[order],
+        logits=np.concatenate([part.logits for part in parts if part.logits is not None])[order],
+        features=None,
+        left_out=tuple(reason for part in parts for reason in part.left_out),
+    )
+    specs = [network.spec for network in networks]
+    identity = hashlib.sha256(json.dumps([spec.identity for spec in specs]).encode()).hexdigest()
+    name = f"{len(folds)} folds"
+    spec = specs[0]._replace(name=name, url=", ".join(spec.url for spec in specs), identity=identity)
+    scored = _score(spec, images, whole, is_lenient=False)
+    return Result(name, spec, whole, class_names(spec, images), scored, {})
+
+
+def _folds_of(networks: Sequence[Network], images: ImageSet) -> list[Fold]:
+    """Return the fold of each network; refuse networks that are not those of all folds of the images."""
+    folds: list[Fold] = []
+    for network in networks:
+        if network.spec.fold is None:
+            raise ConfigError(f"--out-of-fold: {network.spec.url} was trained without data.fold; expected all with one")
+        split, fold = network.spec.fold
+        if split != images.split:
+            raise ConfigError(f"--split: got {images.split}, expected {split}, whose folds {network.spec.url} has")
+        folds.append(fold)
+        if (fold.of, fold.group) != (folds[0].of, folds[0].group):
+            got, wanted = (f"{each.of} folds by {each.group or 'image'}" for each in (fold, folds[0]))
+            raise ConfigError(f"--out-of-fold: {network.spec.url} has one of {got}, and the first network of {wanted}")
+    numbers = sorted(fold.index for fold in folds)
+    if numbers != list(range(folds[0].of)):
+        raise ConfigError(f"--out-of-fold: got folds {numbers}, expected each of {folds[0].of} once, from 0 on")
+    return folds
 
 
 def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs, *, is_lenient: bool) -> Scored | None:

@@ -7,7 +7,7 @@ reads some of them by their numbers.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -73,8 +73,12 @@ class ImageSet:
     source: SplitRows | ListedItems
     set_aside: tuple[str, ...] = ()
     """Images of a source that were refused unread, each with its reason."""
+    chosen: np.ndarray | None = None
+    """The numbers of these images in the source; None for all of them."""
 
     def __len__(self) -> int:
+        if self.chosen is not None:
+            return len(self.chosen)
         match self.source:
             case SplitRows(starts=starts):
                 return int(starts[-1])
@@ -83,6 +87,8 @@ class ImageSet:
 
     def read(self, numbers: Sequence[int]) -> list[EncodedImage]:
         """Return some images, in the order of their numbers."""
+        if self.chosen is not None:
+            numbers = self.chosen[np.asarray(numbers, np.int64)].tolist()
         match self.source:
             case SplitRows():
                 stored = read_rows(np.asarray(numbers), self.source)
@@ -119,9 +125,14 @@ class ImageSet:
         """Return the name of each image: the same in a source and in the dataset that `vitray shard` wrote from it."""
         match self.source:
             case SplitRows():
-                return [name_of(key) for key in row_keys(open_dataset(self.url), self.split)]
+                names = [name_of(key) for key in row_keys(open_dataset(self.url), self.split)]
             case ListedItems(items=items):
-                return [item.name for item in items]
+                names = [item.name for item in items]
+        return names if self.chosen is None else [names[number] for number in self.chosen]
+
+    def part(self, rows: np.ndarray, name: str) -> "ImageSet":
+        """Return some of the images, under a name that tells different parts apart."""
+        return replace(self, chosen=rows, identity=_hash([self.identity, name]))
 
 
 def open_images(url: str, split: str) -> ImageSet:

@@ -5,6 +5,7 @@ import json
 from typing import Any, Literal, NamedTuple
 
 from vitray.config.augmentation import CenterCrop, Normalize
+from vitray.config.training import Fold
 from vitray.data.augment.views import View
 from vitray.models.probabilities import Probability
 
@@ -34,6 +35,8 @@ class NetworkSpec(NamedTuple):
     precision: Literal["fp32", "bf16"]
     probability: Probability
     """How logits become probabilities."""
+    fold: tuple[str, Fold] | None = None
+    """The split of its training, and the fold of it that it did not learn."""
     store: str | None = None
     """The MLflow at which the address is valid; None for other addresses."""
 

@@ -180,7 +180,9 @@ def decode_with_pillow(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Im
             image = Image.open(_CountedReads(content), formats=_formats())
             check_size(image.width, image.height, max_pixels)
             image.load()
-            return _upright(image)
+            with suppress(Exception):  # viewers ignore unreadable EXIF
+                ImageOps.exif_transpose(image, in_place=True)
+            return _as_rgb(image)
     except UndecodableImage:
         raise
     except Image.UnidentifiedImageError:
@@ -196,13 +198,9 @@ def decode_with_pillow(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Im
 def as_pixels(image: Image.Image) -> np.ndarray:
     """Return the pixels (HWC) of an open image, upright and in RGB."""
     check_size(image.width, image.height)
-    return np.array(_upright(image))
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    with suppress(Exception):  # viewers ignore unreadable EXIF
+    with suppress(Exception):
         image = ImageOps.exif_transpose(image)
-    return _as_rgb(image)
+    return np.array(_as_rgb(image))
 
 
 @lru_cache
