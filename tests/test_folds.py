@@ -262,6 +262,7 @@ def test_folds_are_repeats_of_a_group_and_every_image_counts_once():
     assert pair.verdict("max") == "better"
     page = render(results, {}, b"")
     assert "Results over folds" in page
+    assert "of 101 images right, out of fold" in page
     assert "70.30 (60.77 to 78.33) of 101" in page
     assert "intervals are somewhat too narrow" in page
 

@@ -1,5 +1,6 @@
 """The trained objects of a worker, and how they are saved to and loaded from a checkpoint."""
 
+import inspect
 import warnings
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ from vitray.training.state import TrainState
 
 # Gradients are views of the all-reduce buckets, which saves one copy of them.
 DDP: dict[str, Any] = {"gradient_as_bucket_view": True}
+# The argument that lets each step copy the first worker's buffers to the others: torch 2.15 deprecates the former name.
+NAMES = "forward_sync_buffers", "broadcast_buffers"
+COPY_BUFFERS = next(name for name in NAMES if name in inspect.signature(DistributedDataParallel).parameters)
 STRIDES_WARNING = "Grad strides do not match bucket view strides"
 
 
@@ -58,9 +62,11 @@ def wrap_model(learner: Learner, run: Run) -> Learner:
         synchronize_norms(learner.task, device)
         # Of channels-last images, kernels of 1 x 1 get gradients with other strides, which DDP copies: a few megabytes.
         warnings.filterwarnings("ignore", STRIDES_WARNING)
-        devices = {"device_ids": [device], "output_device": device} if device.type == "cuda" else {}
         # Batch norms are synchronized, so that all workers have equal buffers; own code may have others.
-        model = DistributedDataParallel(model, **devices, **DDP, broadcast_buffers=run.model.is_own)
+        settings: dict[str, Any] = DDP | {COPY_BUFFERS: run.model.is_own}
+        if device.type == "cuda":
+            settings |= {"device_ids": [device], "output_device": device}
+        model = DistributedDataParallel(model, **settings)
     return learner._replace(model=compile_model(model, run))
 
 

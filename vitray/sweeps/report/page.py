@@ -6,7 +6,7 @@ from typing import Any
 
 from vitray.config.parsing import quoted, spelled
 from vitray.metrics.groups import MOST_SEEDS
-from vitray.metrics.intervals import POWER
+from vitray.metrics.intervals import POWER, Interval
 from vitray.pages.files import FORMULA_STARTS, csv_text
 from vitray.pages.plotting import DARK, LIGHT, to_png
 from vitray.pages.rendering import Column, PageSection, Picture, Table, render_page
@@ -156,9 +156,13 @@ def _best(results: Results) -> Mapping[str, Any] | None:
     better, text = best_first(results.sweep.trials, measure)[0], None
     if measure.rank(better.score) < measure.rank(best.score):
         text = f"{better.name}, {better.state}, had reached {measure.text(better.score or 0)}."
+    score, note = measure.text(best.score), f"{'highest' if measure.mode == 'max' else 'lowest'} {measure.goal}{so_far}"
+    if found := _best_out_of_fold(results):
+        share, images = found
+        score, note = measure.text(share.estimate), f"of {images:,} images right, out of fold"
     return {
-        "score": measure.text(best.score),
-        "note": f"{'highest' if measure.mode == 'max' else 'lowest'} {measure.goal}{so_far}",
+        "score": score,
+        "note": note,
         "trial": best,
         "better": text,
         "verdicts": list(_seeds_verdict(results)),
@@ -171,9 +175,8 @@ def _seeds_verdict(results: Results) -> Iterator[str]:
     if not groups or len(groups[0].scores) < 2:
         return
     first = groups[0]
-    yield f"Best on average: {first.label}, {results.score_text(first)}."
-    if text := _out_of_fold(results, first):
-        yield f"Out of fold, each of the images once, {text}."
+    name = f"Best on average: {first.label}" if len(groups) > 1 else f"Over {len(first.scores)} {results.repeats}"
+    yield f"{name}, {results.score_text(first)}."
     pair = next((pair for pair in results.pairs if pair.one == first), None)
     if pair is not None:
         mean, low, high = (measure.signed(value) for value in pair.difference[:3])
@@ -213,6 +216,11 @@ def _groups(results: Results, pictures: Sequence[Picture]) -> Mapping[str, Any] 
         own = [share or "–"] if any(shares) else []
         rows.append([*_setting_texts(group.settings, varied), score, number, *own, *spent])
     return {"prose": prose, "pictures": pictures, "table": Table("Groups", columns, rows, marked=True)}
+
+
+def _best_out_of_fold(results: Results) -> tuple[Interval, int] | None:
+    is_known = bool(results.measure.is_top1 and results.folds and results.scored)
+    return results.scored[0].out_of_fold(results.folds) if is_known else None
 
 
 def _out_of_fold(results: Results, group: Group) -> str | None:
