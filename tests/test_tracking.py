@@ -75,6 +75,9 @@ class Server:
             assert self.process.poll() is None, log.read_text()
             try:
                 urllib.request.urlopen(f"{self.uri}/health", timeout=2).close()
+                # Its first answer from the store takes seconds on a busy machine, and clients of tests wait for two.
+                first = "api/2.0/mlflow/experiments/search?max_results=1"
+                urllib.request.urlopen(f"{self.uri}/{first}", timeout=60).close()
                 return
             except OSError:
                 time.sleep(0.1)
