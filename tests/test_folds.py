@@ -181,6 +181,24 @@ def test_columns_that_cannot_be_kept_are_one_message(dataset, tmp_path, capsys, 
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("p" * 201, "got 201 characters, expected at most 200"), ("\ud800", "expected one line of text, got")],
+)
+def test_a_value_of_a_column_that_is_no_short_line_is_one_message(tmp_path, capsys, value, message):
+    content, _ = demo_item(0, 0, 16, "shape")
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        for name, data in (("png", content), ("json", json.dumps({"label": 0, "patient": value}).encode())):
+            member = tarfile.TarInfo(f"a.{name}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    assert main(["shard", str(tmp_path / "images.tar"), str(tmp_path / "out"), "columns=[patient]", "workers=1"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "of a.json" in error
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -123,12 +123,11 @@ def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
     names += [images.split] if images.split != "val" else []
     folder = request.out or storage.join(DEFAULT_FOLDER, "-".join(names).replace("/", "-"))
     check_writable(folder)
-    if request.out_of_fold:
-        with actor_session(request.workers):
-            result = _out_of_fold(request, networks, images, folder)
-        return Evaluation(images, [result], [], None, request.command), folder
     with actor_session(request.workers):
-        results = [_result(request, network, images, train, corrupted, folder) for network in networks]
+        if request.out_of_fold:
+            results = [_out_of_fold(request, networks, images, folder)]
+        else:
+            results = [_result(request, network, images, train, corrupted, folder) for network in networks]
     pairs, shares = compare(results)
     return Evaluation(images, results, pairs, shares, request.command), folder
 

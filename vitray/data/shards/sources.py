@@ -291,7 +291,7 @@ def _list_index(request: ShardRequest, detected: DetectedSource) -> Iterator[Sou
         elif version is None:
             reason = "no such file"
         file, (size, changed) = storage.join(root, inside), (version.size, version.changed) if version else (0, 0)
-        others = tuple(row[name] or None for name in settings.columns)
+        others = tuple(_as_text(row[name], path) for name in settings.columns)
         yield SourceEntry(split, path, file, 0, size, row[label_column], reason, changed, others)
 
 
@@ -324,7 +324,7 @@ def list_tar(url: str, name: str, label: str | None, columns: Sequence[str] = ()
                 elif member.isreg() and ending == "json" and (file := tar.extractfile(member)):
                     fields = _json_fields(file.read(2**20))
                     labels.setdefault(key, fields.get(label or "label"))
-                    others[key] = tuple(_as_text(fields.get(name)) for name in columns)
+                    others[key] = tuple(_as_text(fields.get(column), member.name) for column in columns)
             check_tar_end(tar)
     except ConfigError:
         raise
@@ -343,16 +343,29 @@ def _json_fields(text: bytes) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _as_text(value: Any) -> str | None:
+def _as_text(value: Any, name: str) -> str | None:
     """A value of a further column as text; None for none, and for what is no text or number."""
-    return str(value) if isinstance(value, str | int | float) and value != "" else None
+    if not isinstance(value, str | int | float) or value == "":
+        return None
+    _check_line("value", text := str(value), name)
+    return text
+
+
+def _check_line(what: str, text: str, name: str) -> None:
+    """Refuse a text of an image that is no short line."""
+    if odd := odd_character(text):
+        raise ConfigError(f"{what} {text[:80]!r} of {name}: expected one line of text, got {odd}")
+    if len(text) > LONGEST_NAME:
+        raise ConfigError(
+            f"{what} {text[:40]!r}... of {name}: got {len(text):,} characters, expected at most {LONGEST_NAME}"
+        )
 
 
 def _list_rows(table: ImageTable, source: str) -> Iterator[SourceEntry]:
     name = _relative(table.file, source)
     split = split_in(name)
     for row, label in enumerate(table.labels):
-        others = tuple(_as_text(column[row]) for column in table.others)
+        others = tuple(_as_text(column[row], f"{name}:{row}") for column in table.others)
         yield SourceEntry(split, f"{name}:{row}", table.file, row, 0, label, others=others)
 
 
@@ -451,12 +464,7 @@ def _plain_label(label: Any, name: str, kind: Kind) -> int | str | None:
     Text that cannot name a class is refused: without its images a class would be missing.
     """
     if isinstance(label, str):
-        if odd := odd_character(label):
-            raise ConfigError(f"label {label[:80]!r} of {name}: expected one line of text, got {odd}")
-        if len(label) > LONGEST_NAME:
-            raise ConfigError(
-                f"label {label[:40]!r}... of {name}: got {len(label):,} characters, expected at most {LONGEST_NAME}"
-            )
+        _check_line("label", label, name)
         is_class = kind == "folder" or (label.strip() and not re.fullmatch(r"-\d+", label))
         return label if is_class else None
     if isinstance(label, float) and label.is_integer():

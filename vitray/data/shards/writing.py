@@ -252,8 +252,10 @@ def plan_shards(images: pa.Table, settings: ShardSettings) -> list[ShardPlan]:
 def _write_shards(request: ShardRequest, images: pa.Table, tasks: Tasks, owner: str) -> Shards:
     """Write the shards of each split; shards of an interrupted command remain as they are."""
     plans = plan_shards(images, request.settings)
+    columns = request.settings.columns
     marks = [
-        storage.join(WORK, f"{plan.name}-{content_name(plan.row_group, plan.name, plan.rows)}.json") for plan in plans
+        storage.join(WORK, f"{plan.name}-{content_name(plan.row_group, plan.name, columns, plan.rows)}.json")
+        for plan in plans
     ]
     names = set(storage.list_files(request.dest))
     left = [(plan, mark) for plan, mark in zip(plans, marks, strict=True) if not {plan.name, mark} <= names]
@@ -262,7 +264,6 @@ def _write_shards(request: ShardRequest, images: pa.Table, tasks: Tasks, owner: 
     for name in names:
         if name.startswith(f"{WORK}/") and name[len(WORK) + 1 :].rpartition("-")[0] in rewritten:
             storage.remove(storage.join(request.dest, name))
-    columns = request.settings.columns
     calls = [(request.dest, plan.name, plan.rows, plan.row_group, mark, owner, columns) for plan, mark in left]
     run_with_progress(tasks, write_shard, calls, [plan.rows.num_rows for plan, _ in left], "written")
     with ThreadPoolExecutor(8) as pool:
