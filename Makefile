@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo up update tunnel down test test-full test-oldest gpu-report lint reference wheel docs docs-serve
+.PHONY: help demo speedrun up update tunnel down test test-full test-oldest gpu-report lint reference wheel docs docs-serve
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -19,6 +19,10 @@ help:  ## list the targets
 
 demo: .venv/.installed  ## draw a dataset, train on it with two workers, register the model (minutes)
 	@$(BIN)/vitray demo --json
+
+speedrun: .venv/.installed  ## from cifar-10-binary.tar.gz, in this folder, to a network in five minutes
+	@$(BIN)/vitray shard cifar-10-binary.tar.gz data/cifar10
+	@$(BIN)/vitray train cifar10_speedrun --here
 
 CLUSTER ?= cluster.yaml
 

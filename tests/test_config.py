@@ -102,8 +102,8 @@ BAD_OVERRIDES = [
         "task=finetune task.weights=a task.mode=lora task.lora.rnak=4",
         ["task.lora.rnak: unknown setting, expected one of rank, alpha, matrices; did you mean rank"],
     ),
-    ("task.kind=supervised task.mode=lora", ["task.mode: unknown setting, expected one of kind, loss, smoothing"]),
-    ("task.kind=supervised task.lora.rank=4", ["task.lora: unknown setting, expected one of kind, loss, smoothing"]),
+    ("task.kind=supervised task.mode=lora", ["task.mode: unknown setting, expected one of kind, labels, loss"]),
+    ("task.kind=supervised task.lora.rank=4", ["task.lora: unknown setting, expected one of kind, labels, loss"]),
     ("model.adapters=0", ["model.adapters: got 0, expected"]),
     (
         "compute.activation_checkpointing=feedforwards",

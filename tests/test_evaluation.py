@@ -14,7 +14,8 @@ from vitray.config.augmentation import Normalize
 from vitray.config.sections import TaskTraits
 from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.stream.batches import HostBatch, Share
-from vitray.metrics.scores import MAX_MISTAKES, EvaluationSet, Mistake, evaluate, evaluate_loss
+from vitray.metrics.multilabel import score_labels
+from vitray.metrics.scores import MAX_MISTAKES, EvaluationSet, Mistake, evaluate, evaluate_labels, evaluate_loss
 from vitray.tasks.build import build_task
 from vitray.training.evaluator import Scorer
 
@@ -62,7 +63,7 @@ def batches(images, labels, size, device=CPU):
 def batch_of(images, labels, start, size, device=CPU):
     real = len(images)
     pixels = torch.cat([images, torch.zeros(size - real, 4, 4, 3, dtype=torch.uint8)])
-    padded = torch.from_numpy(np.concatenate([labels, np.zeros(size - real, np.int64)]))
+    padded = torch.from_numpy(np.concatenate([labels, np.zeros((size - real, *labels.shape[1:]), labels.dtype)]))
     rows = np.arange(start, start + real)
     return DeviceBatch(pixels.to(device), padded.to(device), np.arange(start, start + size), rows)
 
@@ -97,6 +98,8 @@ def check_slow_loop(scored, images, labels):
     assert (scored.images, scored.top1, scored.top5) == (count, top1 / count, top5 / count)
     assert scored.loss == pytest.approx(loss / count, rel=1e-6)
     assert np.array_equal(scored.confusion, confusion)
+    recalls = [confusion[label, label] / confusion[label].sum() for label in range(7) if confusion[label].any()]
+    assert scored.others["mean_per_class"] == pytest.approx(np.mean(recalls), rel=1e-12)
     worst = sorted(wrong, reverse=True)[:MAX_MISTAKES]
     assert [(each.row, each.label, each.predicted) for each in scored.mistakes] == [each[1:] for each in worst]
     assert [each.probability for each in scored.mistakes] == pytest.approx([each[0] for each in worst], rel=1e-6)
@@ -156,6 +159,27 @@ def test_a_mean_loss_counts_no_padding(size):
     assert np.array_equal(scored.pictures[0], images[: min(8, size)].permute(0, 3, 1, 2).float() / 255)
 
 
+def states_of(count: int) -> np.ndarray:
+    """The states of 7 classes; some are unknown."""
+    return np.random.default_rng(7).choice(np.array([0, 0, 1, -1], np.int8), (count, 7))
+
+
+def labels_score_of(parts, count):
+    return evaluate_labels(Reader(), EvaluationSet(parts, count, PLAIN), 7, CPU, nullcontext())
+
+
+@pytest.mark.parametrize("size", [1, 4, 9, 64])
+def test_the_score_of_several_labels_is_that_of_all_images_at_once(size):
+    images, states = data(50)[0], states_of(50)
+    scored = labels_score_of(batches(images, states, size), 50)
+    probabilities = 1 / (1 + np.exp(-(images.permute(0, 3, 1, 2).double() / 255).flatten(1)[:, :7].numpy()))
+    found = score_labels(probabilities.astype(np.float32), states, [str(row) for row in range(50)], draws=2)
+    assert (scored.images, scored.top1, scored.main) == (50, None, ("map", scored.map))
+    assert scored.map == pytest.approx(found.intervals["map"].estimate, rel=1e-9)
+    assert scored.loss == pytest.approx(found.loss, rel=1e-6)
+    assert scored.thresholds == pytest.approx([each.best_threshold for each in found.classes], rel=1e-6)
+
+
 def evaluate_share(rank: int, folder: str) -> None:
     """Evaluate the images of one of two workers; the first saves the score."""
     torch.set_num_threads(1)
@@ -164,9 +188,14 @@ def evaluate_share(rank: int, folder: str) -> None:
     parts = list(batches(images, labels, 4))[rank::2]
     parts += [batch_of(images[:0], labels[:0], 52, 4)] * rank
     scored, loss = score_of(parts, 50), loss_of(parts, 50).loss
+    states = states_of(50)
+    several = list(batches(images, states, 4))[rank::2]
+    several += [batch_of(images[:0], states[:0], 52, 4)] * rank
+    labeled = labels_score_of(several, 50)
     if rank == 0:
         mistakes = [tuple(mistake) for mistake in scored.mistakes]
-        torch.save((scored.images, scored.loss, scored.top1, scored.top5, mistakes, loss), f"{folder}/score")
+        of_labels = labeled.images, labeled.loss, labeled.map, labeled.thresholds
+        torch.save((scored.images, scored.loss, scored.top1, scored.top5, mistakes, loss, of_labels), f"{folder}/score")
         np.save(f"{folder}/confusion.npy", scored.confusion)
     dist.destroy_process_group()
 
@@ -175,11 +204,13 @@ def test_two_workers_get_the_score_of_one(tmp_path):
     torch.multiprocessing.spawn(evaluate_share, (str(tmp_path),), nprocs=2)
     images, labels = data(50)
     alone = score(images, labels, 4)
-    *sums, mistakes, loss = torch.load(tmp_path / "score", weights_only=True)
+    *sums, mistakes, loss, of_labels = torch.load(tmp_path / "score", weights_only=True)
     assert sums == pytest.approx(list(alone[:4]), rel=1e-12)
     assert [Mistake(*mistake) for mistake in mistakes] == alone.mistakes
     assert np.array_equal(np.load(tmp_path / "confusion.npy"), alone.confusion)
     assert loss == pytest.approx(loss_of(batches(images, labels, 4), 50).loss, rel=1e-12)
+    labeled = labels_score_of(batches(images, states_of(50), 4), 50)
+    assert of_labels == (labeled.images, labeled.loss, labeled.map, labeled.thresholds)
 
 
 def test_a_missing_or_doubled_image_stops_the_evaluation():

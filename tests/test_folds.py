@@ -48,12 +48,12 @@ labels_of_any_shares = st.lists(st.integers(0, 4), min_size=2, max_size=200)
 def test_without_groups_sizes_and_class_counts_differ_by_at_most_one(labels, of, seed):
     labels = np.array(labels)
     keys = [f"image {seed} {row}" for row in range(len(labels))]
-    numbers = fold_numbers(keys, labels, of)
+    numbers = fold_numbers(keys, labels[:, np.newaxis].tolist(), of)
     counts = counts_of(numbers, labels, of)
     assert np.ptp(counts, axis=0).max() <= 1
     assert np.ptp(counts.sum(axis=1)) <= 1
     order = np.random.default_rng(seed).permutation(len(labels))
-    assert (fold_numbers([keys[row] for row in order], labels[order], of) == numbers[order]).all()
+    assert (fold_numbers([keys[row] for row in order], labels[order, np.newaxis].tolist(), of) == numbers[order]).all()
 
 
 @given(
@@ -65,9 +65,9 @@ def test_no_group_is_in_two_folds(rows, of):
     keys = [str(row) for row in range(len(rows))]
     if len({*groups} - {None}) + groups.count(None) < of:
         with pytest.raises(ConfigError, match="the number of groups"):
-            fold_numbers(keys, labels, of, groups)
+            fold_numbers(keys, labels[:, np.newaxis].tolist(), of, groups)
         return
-    numbers = fold_numbers(keys, labels, of, groups)
+    numbers = fold_numbers(keys, labels[:, np.newaxis].tolist(), of, groups)
     assert {*numbers.tolist()} == {*range(of)}
     for group in {*groups} - {None}:
         assert len({number for number, other in zip(numbers.tolist(), groups, strict=True) if other == group}) == 1
@@ -79,7 +79,7 @@ def test_groups_of_any_size_make_folds_of_nearly_equal_shares():
     groups = np.repeat(np.arange(120), sizes)
     # Most images of a group have its own class.
     labels = np.where(generator.random(len(groups)) < 0.7, groups % 6, generator.integers(6, size=len(groups)))
-    numbers = fold_numbers([str(row) for row in range(len(groups))], labels, 5, groups.tolist())
+    numbers = fold_numbers([str(row) for row in range(len(groups))], labels[:, np.newaxis].tolist(), 5, groups.tolist())
     counts = counts_of(numbers, labels, 5)
     assert np.abs(counts / counts.sum(axis=0) - 0.2).max() < 0.04
     # At random, groups of such sizes differ by more.
@@ -169,7 +169,11 @@ def test_a_tar_and_parquet_keep_columns_too(tmp_path, dataset):
 @pytest.mark.parametrize(
     ("source", "words", "message"),
     [
-        ("demo", ["columns=[patient]"], "a source of kind demo has none; expected an index of paths, Parquet or a tar"),
+        (
+            "demo",
+            ["columns=[patient]"],
+            "it does not apply to a source of kind demo; expected an index of paths, Parquet or a tar",
+        ),
         ("index", ["columns=[patent]"], "no column 'patent'; it has path, label, patient: set columns=COLUMN"),
         ("index", ["columns=[patient, patient]"], "columns: got patient, it more than once; expected other names"),
         ("index", ["columns=[key]"], "columns: got key, a column that shards have anyway"),

@@ -192,9 +192,11 @@ def test_without_other_workers_the_checkpoint_is_read_here(tmp_path):
 @pytest.mark.parametrize(("best", "kept"), [(4, (0.5, 4)), (8, (0.3, 2)), (None, (0.3, 2))])
 def test_a_rewind_keeps_the_best_score_up_to_its_checkpoint(best, kept, monkeypatch):
     """A separate evaluation of step 4 may end after the checkpoint of step 6 is written."""
-    monkeypatch.setattr(learner, "resume", lambda *_: TrainState(step=6, best_top1=0.3, best_step=2))
-    earlier = learner.rewind(None, None, None, TrainState(step=9, best_top1=best and 0.5, best_step=best), 8)
-    assert (earlier.best_top1, earlier.best_step) == kept
+    monkeypatch.setattr(learner, "resume", lambda *_: TrainState(step=6, best={"top1": 0.3}, best_step=2))
+    earlier = learner.rewind(
+        None, None, None, TrainState(step=9, best={"top1": 0.5} if best else {}, best_step=best), 8
+    )
+    assert (earlier.best.get("top1"), earlier.best_step) == kept
     assert (earlier.skipped, earlier.rewinds) == ([8], 1)
 
 

@@ -156,8 +156,8 @@ def test_each_loss_has_its_traits_and_its_functions():
 
 
 def test_a_planted_loss_is_accepted_computed_and_decides_the_probabilities(monkeypatch):
-    def of_labels(logits_BK, targets_BK, smoothing):
-        return (logits_BK - targets_BK).square().mean() + smoothing
+    def of_labels(logits_BK, targets_BK, task, weights_K):
+        return (logits_BK - targets_BK).square().mean() + task.smoothing
 
     monkeypatch.setitem(LOSS_TRAITS, "squares", LossTraits("squared errors", "sigmoid"))
     monkeypatch.setitem(LOSSES, "squares", Loss(of_labels, lambda logits_BK, peer_BK: (logits_BK - peer_BK).mean()))
@@ -165,7 +165,9 @@ def test_a_planted_loss_is_accepted_computed_and_decides_the_probabilities(monke
     run = load_run(None, [network, "task.loss=squares", "task.smoothing=0.5"])
     assert probability_of(run) == "sigmoid"
     module, images_BCHW, targets_BK = Classification(run), torch.rand(2, 3, 16, 16), torch.eye(3)[:2]
-    expected = of_labels(module.vit(images_BCHW), targets_BK, 0.5)
+    expected = of_labels(module.vit(images_BCHW), targets_BK, run.task, None)
     assert torch.equal(module(images_BCHW, targets_BK), expected)
-    with pytest.raises(ConfigError, match=r"task.loss: got 'square', expected 'softmax', 'bce' or 'squares'.*squares"):
+    with pytest.raises(
+        ConfigError, match=r"task.loss: got 'square', expected 'softmax', 'bce', 'asymmetric' or 'squares'.*squares"
+    ):
         load_run(None, ["task.loss=square"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
 from vitray.config import Run
+from vitray.config.classification import Supervised
 from vitray.errors import ConfigError
 from vitray.tasks.build import build_task, recompute_activations
 from vitray.tasks.supervised import Classification, binary_cross_entropy, soft_cross_entropy
@@ -51,24 +52,30 @@ def mixed(share=0.7) -> torch.Tensor:
 
 
 def test_soft_cross_entropy_equals_timm():
-    torch.testing.assert_close(soft_cross_entropy(logits(), mixed(), 0.0), SoftTargetCrossEntropy()(logits(), mixed()))
+    torch.testing.assert_close(
+        soft_cross_entropy(logits(), mixed(), Supervised(smoothing=0.0)), SoftTargetCrossEntropy()(logits(), mixed())
+    )
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_label_smoothing_equals_torch(smoothing):
     expected = F.cross_entropy(logits(), LABELS, label_smoothing=smoothing)
-    torch.testing.assert_close(soft_cross_entropy(logits(), F.one_hot(LABELS, 7).float(), smoothing), expected)
+    torch.testing.assert_close(
+        soft_cross_entropy(logits(), F.one_hot(LABELS, 7).float(), Supervised(smoothing=smoothing)), expected
+    )
 
 
 def test_smoothing_of_mixed_targets():
     smoothed = 0.9 * mixed().double() + 0.1 / 7
     expected = -(smoothed * logits(torch.float64).log_softmax(1)).sum(1).mean()
-    assert float(soft_cross_entropy(logits(), mixed(), 0.1)) == pytest.approx(float(expected), rel=1e-6)
+    assert float(soft_cross_entropy(logits(), mixed(), Supervised(smoothing=0.1))) == pytest.approx(
+        float(expected), rel=1e-6
+    )
 
 
 def test_binary_cross_entropy_equals_timm():
     expected = BinaryCrossEntropy(smoothing=0.0, target_threshold=0.0)(logits(), mixed())
-    torch.testing.assert_close(binary_cross_entropy(logits(), mixed(), 0.0), expected)
+    torch.testing.assert_close(binary_cross_entropy(logits(), mixed(), Supervised(smoothing=0.0)), expected)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -76,14 +83,16 @@ def test_binary_cross_entropy_equals_its_formula(smoothing):
     present = (mixed() > 0).double() * (1 - smoothing) + smoothing / 7
     probability = logits(torch.float64).sigmoid()
     expected = -(present * probability.log() + (1 - present) * (1 - probability).log()).mean()
-    assert float(binary_cross_entropy(logits(), mixed(), smoothing)) == pytest.approx(float(expected), rel=1e-6)
+    assert float(binary_cross_entropy(logits(), mixed(), Supervised(smoothing=smoothing))) == pytest.approx(
+        float(expected), rel=1e-6
+    )
 
 
 @settings(deadline=None)  # a process's first backward pass takes long
 @given(smoothing=st.floats(0, 0.99), share=st.floats(0.01, 0.99))
 def test_smoothing_makes_no_class_present(smoothing, share):
     zeros = torch.zeros(4, 7, requires_grad=True)
-    binary_cross_entropy(zeros, mixed(share), smoothing).backward()
+    binary_cross_entropy(zeros, mixed(share), Supervised(smoothing=smoothing)).backward()
     # At logit 0 the gradient is (1/2 - target) / (rows * classes).
     target = 0.5 - zeros.grad * 28
     absent = mixed(share) == 0
@@ -94,17 +103,21 @@ def test_smoothing_makes_no_class_present(smoothing, share):
 
 
 def test_bce_ignores_the_shares_of_a_mix():
-    assert torch.equal(binary_cross_entropy(logits(), mixed(0.7), 0.1), binary_cross_entropy(logits(), mixed(0.2), 0.1))
+    assert torch.equal(
+        binary_cross_entropy(logits(), mixed(0.7), Supervised(smoothing=0.1)),
+        binary_cross_entropy(logits(), mixed(0.2), Supervised(smoothing=0.1)),
+    )
 
 
 @pytest.mark.parametrize("loss", [soft_cross_entropy, binary_cross_entropy])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_losses_are_computed_in_float32(loss, dtype):
-    result = loss(logits(dtype), mixed().to(dtype), 0.1)
+    settings = Supervised(smoothing=0.1)
+    result = loss(logits(dtype), mixed().to(dtype), settings)
     assert result.dtype == torch.float32
-    torch.testing.assert_close(result, loss(logits(dtype).float(), mixed().to(dtype).float(), 0.1), rtol=0, atol=0)
+    torch.testing.assert_close(result, loss(logits(dtype).float(), mixed().to(dtype).float(), settings), rtol=0, atol=0)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(loss(logits(dtype), mixed().to(dtype), 0.1), result)
+        assert torch.equal(loss(logits(dtype), mixed().to(dtype), settings), result)
 
 
 # ---- the task --------------------------------------------------------------------------------------------------------
@@ -113,7 +126,7 @@ def test_losses_are_computed_in_float32(loss, dtype):
 @pytest.mark.parametrize(("kind", "loss"), [("softmax", soft_cross_entropy), ("bce", binary_cross_entropy)])
 def test_forward_is_the_loss(kind, loss):
     module = task(task__loss=kind, task__smoothing=0.1)
-    expected = loss(module.vit(images()), mixed(), 0.1)
+    expected = loss(module.vit(images()), mixed(), Supervised(smoothing=0.1))
     assert expected.shape == ()
     assert torch.equal(module(images(), mixed()), expected)
     assert {name.partition(".")[0] for name in module.state_dict()} == {"vit"}

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "experiments" / "site"))
 from write_notebooks import FOLDER, notebook_of, page_of
 
 # The order in which a reader meets them: later ones use the networks of earlier ones.
-ORDER = ["photographs", "deltas", "sweep", "folds", "without-labels", "inside", "hundred-tasks", "cluster"]
+ORDER = ["photographs", "deltas", "sweep", "folds", "scenes", "without-labels", "inside", "hundred-tasks", "cluster"]
 ORDER += ["ask", "features", "own-loop", "two-runs", "best-trial"]
 PICTURES = sorted((ROOT / "docs/images").glob("tutorial_*.png"))
 MOST_BYTES = 150_000

@@ -39,6 +39,7 @@ ORDER = [
     "tracking.md",
     "benchmarks.md",
     "data.md",
+    "several-labels.md",
     "evaluation.md",
     "inspection.md",
     "sweeps.md",

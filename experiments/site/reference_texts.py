@@ -102,7 +102,7 @@ METRICS = {
     "train/{name}": ("`train/perplexity`", "of a tokenizer: number of equally frequent codes with the same entropy"),
     "data/corrupt": ("=", "images that could not be decoded; others took their places"),
     "val/{name}{suffix}": (
-        "`val/top1`, `val/top5`, `val/loss`, `val/perplexity`",
+        "`val/top1`, `val/top5`, `val/mean_per_class`, `val/map`, `val/loss`, `val/perplexity`",
         "scores of the evaluated split, shares from 0 to 1; with `_ema`, of the averaged weights",
     ),
     "val/loss": ("", ""),
@@ -111,8 +111,10 @@ METRICS = {
     "best/val_{score}": ("", ""),
     "val/": ("", ""),
     "best/": ("", ""),
-    "best/val_top1": ("=", "highest top-1 so far"),
-    "best/val_loss": ("=", "lowest loss so far"),
+    "best/val_{name}": (
+        "`best/val_top1`, `best/val_map`, `best/val_loss`",
+        "highest top-1 so far; of several labels an image, highest mAP; of tasks without labels, lowest loss",
+    ),
     "best/{space.goal.metric.replace('/', '_')}": ("`best/GOAL`", "of a sweep: the best goal of its trials so far"),
     "probe/{name}": ("`probe/NAME`", "scores of `evaluate.probes`; [evaluation](../evaluation.md) explains them"),
     "{images.split}/{score}": (

@@ -5,8 +5,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 from pydantic import Field, model_validator
 
 from vitray.config.model import Model
-from vitray.config.sections import Fraction, NameOf, Positive, Section, Size, TaskTraits, Text
-from vitray.config.training import Data
+from vitray.config.sections import Fraction, NameOf, NotNegative, Positive, Section, Size, TaskTraits, Text
+from vitray.config.training import Balance, Data
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
@@ -26,12 +26,53 @@ class LossTraits(NamedTuple):
 LOSS_TRAITS = {
     "softmax": LossTraits("cross-entropy with soft targets", "softmax"),
     "bce": LossTraits("binary cross-entropy, with each class of a mixed image a target", "sigmoid"),
+    "asymmetric": LossTraits(
+        "binary cross-entropy that counts clearly absent classes less (task.asymmetric)", "sigmoid"
+    ),
 }
 
 
 LOSS = f"{'; '.join(f'{name}: {traits.about}' for name, traits in LOSS_TRAITS.items())}."
 Loss = Annotated[str, NameOf(lambda: list(LOSS_TRAITS)), Field(description=LOSS)]
 Smoothing = Annotated[Fraction, Field(description="Label smoothing, applied after mixing.")]
+
+
+Labels = Annotated[
+    Literal["one", "several"],
+    Field(description="Labels of an image: one class, or any number of them; as the dataset has."),
+]
+
+
+class Asymmetric(Section):
+    """The asymmetric loss (Ridnik et al., 2021): -(1 - p)^focus_present log p of a present class, and -q^focus_absent
+    log(1 - q) of an absent one, with q = max(0, p - shift)."""
+
+    focus_present: NotNegative = 0.0
+    """The exponent of present classes."""
+    focus_absent: NotNegative = 4.0
+    """The exponent of absent classes."""
+    shift: Fraction = 0.05
+    """What is taken from the probability of an absent class: one below it does not count."""
+
+
+ClassWeights = Annotated[
+    Balance | Annotated[tuple[Positive, ...], Field(strict=False)],
+    Field(
+        description="Weights of the classes in the loss. square_root, equal: in proportion to 1 / root of the images of"
+        " a class, or to 1 / its images, with the mean 1 over the images of train; of several labels, a present class"
+        " has the root of absent / present images, or absent / present. Or weights by class, 1 where none is given. The"
+        " run records the numbers of all classes.",
+    ),
+]
+Thresholds = Annotated[
+    tuple[Fraction, ...] | None,
+    Field(
+        strict=False,
+        description="Of several labels: the least probability of each class that counts as present. The end of training"
+        " writes those of the highest F1 on the evaluated images into the model folder; null: 0.5.",
+    ),
+]
+Asymmetry = Annotated[Asymmetric | None, Field(description="Settings of task.loss asymmetric; null: their defaults.")]
 
 
 # ---- distillation ----------------------------------------------------------------------------------------------------
@@ -135,17 +176,39 @@ class Supervised(Section):
 
     traits: ClassVar = TaskTraits(needs=("labels",))
     kind: Literal["supervised"] = "supervised"
+    labels: Labels = "one"
     loss: Loss = "softmax"
+    asymmetric: Asymmetry = None
+    thresholds: Thresholds = None
+    class_weights: ClassWeights = "none"
     smoothing: Smoothing = 0.0
     distill: Distill = None
     cosub: CoTraining = None
 
     def check(self, model: Model, data: Data) -> None:
         """Raise if the model or the data settings do not fit the task."""
+        del model
+        check_labels(self, data)
 
     def describe(self) -> str:
         """Return the loss in words."""
         return describe_classification(self)
+
+
+def check_labels(task: "Supervised | Finetune", data: Data) -> None:
+    """Raise if settings do not fit the loss, or several labels an image."""
+    if task.loss != "asymmetric" and task.asymmetric is not None:
+        raise ValueError(f"task.asymmetric does not apply to task.loss {task.loss}")
+    if task.labels == "one":
+        if task.thresholds is not None:
+            raise ValueError("task.thresholds does not apply to one label an image, which is the most probable class")
+        return
+    if task.distill is not None:
+        raise ValueError(
+            "task.distill does not apply to several labels an image: a teacher's classes exclude each other"
+        )
+    if data.balance != "none":
+        raise ValueError("data.balance does not apply to several labels an image, which is of no one class")
 
 
 def describe_classification(task: "Supervised | Finetune") -> str:
@@ -178,7 +241,11 @@ class Finetune(Section):
     """Saves only the tensors that differ from the weights. Mode full changes all, so its model folder is complete."""
     first_branch: bool = False
     """In mode attn, trains only the first of parallel attentions, as the code of "Three things" does."""
+    labels: Labels = "one"
     loss: Loss = "softmax"
+    asymmetric: Asymmetry = None
+    thresholds: Thresholds = None
+    class_weights: ClassWeights = "none"
     smoothing: Smoothing = 0.0
     distill: Distill = None
     cosub: CoTraining = None
@@ -203,7 +270,7 @@ class Finetune(Section):
 
     def check(self, model: Model, data: Data) -> None:
         """Raise if the model or the data settings do not fit the task."""
-        del data
+        check_labels(self, data)
         if self.mode not in (modes := ("full", "head", "norm")):
             model.require_vit(f"task.mode: {self.mode} (not {', '.join(modes)})")
 

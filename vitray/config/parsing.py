@@ -35,6 +35,9 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [word for word in words if "=" not in word], [word for word in words if "=" in word]
 
 
+SIGNS = re.compile(r"[|>,;:/]+")
+
+
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Return `a.b=c` overrides as {dotted path: value}, each value parsed as YAML."""
     changes: dict[str, Any] = {}
@@ -47,7 +50,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"{where}: got a path of {len(path)} characters, expected the dotted path of a setting")
         if path in changes:
             raise ConfigError(f"{where}: {path} is given twice")
-        changes[path] = parse_yaml(text, where)[0]
+        # Signs alone, such as a separator, would begin a block or an alias of YAML.
+        changes[path] = text if SIGNS.fullmatch(text) else parse_yaml(text, where)[0]
     return changes
 
 

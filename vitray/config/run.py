@@ -82,6 +82,19 @@ class Run(Section):
         return self
 
     @model_validator(mode="after")
+    def _several_labels_fit(self) -> Self:
+        if self.has_several_labels and self.tracking.promote is not None:
+            raise ValueError(
+                "tracking.promote does not apply to several labels an image: versions are compared by top-1"
+            )
+        weights = self.classification.class_weights if self.classification else "none"
+        lists = {"thresholds": self.thresholds, "class_weights": weights if isinstance(weights, tuple) else None}
+        for name, values in lists.items():
+            if values is not None and len(values) != (classes := self.model.num_classes or 0):
+                raise ValueError(f"task.{name}: got {len(values)}, expected one for each of {classes} classes")
+        return self
+
+    @model_validator(mode="after")
     def _classes_balance(self) -> Self:
         if self.data.balance != "none" and self.classification is None:
             raise ValueError(f"data.balance does not apply to task {self.task.kind}, expected one that learns classes")
@@ -136,6 +149,11 @@ class Run(Section):
             raise ValueError(f"evaluate.probes does not apply to task {kind}: probes score features, and it has codes")
         if probes and self.data.evaluated is None:
             raise ValueError("evaluate.probes needs data.val or data.holdout, because it scores at each evaluation")
+        by_label = [name for name in probes if PROBE_TRAITS[name].learns or PROBE_TRAITS[name].reads == "logits"]
+        if by_label and self.has_several_labels:
+            raise ValueError(
+                f"evaluate.probes {by_label[0]} does not apply to several labels an image: it is of classes"
+            )
         by_logits = [name for name in probes if PROBE_TRAITS[name].reads == "logits"]
         if by_logits and self.model.num_classes is None:
             raise ValueError(f"evaluate.probes {by_logits[0]} needs a head, because it compares logits with labels")
@@ -176,6 +194,18 @@ class Run(Section):
     def classification(self) -> Supervised | Finetune | None:
         """The task, if it learns classes."""
         return self.task if isinstance(self.task, Supervised | Finetune) else None
+
+    @property
+    def has_several_labels(self) -> bool:
+        """Whether an image has any number of labels."""
+        return self.classification is not None and self.classification.labels == "several"
+
+    @property
+    def thresholds(self) -> tuple[float, ...] | None:
+        """The least probability of each class that counts as present; None of one label an image."""
+        if self.classification is None or not self.has_several_labels:
+            return None
+        return self.classification.thresholds or (0.5,) * (self.model.num_classes or 0)
 
     @property
     def weights(self) -> str | None:

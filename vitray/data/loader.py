@@ -16,7 +16,7 @@ from vitray.cluster import session
 from vitray.config.augmentation import Augment, CenterCrop, Mix, Normalize
 from vitray.config.loader import LoaderSettings
 from vitray.config.validation import explain_error
-from vitray.data.augment.mixing import BatchRows, BatchSettings, DeviceBatch, normalized, prepare_batch
+from vitray.data.augment.mixing import BatchRows, BatchSettings, DeviceBatch, known_or_nan, normalized, prepare_batch
 from vitray.data.decode_processes import DecodeProcesses
 from vitray.data.shards.manifest import open_dataset
 from vitray.data.stream.batches import HostBatch, Share, StreamSpec
@@ -36,7 +36,7 @@ class Loader:
 
     `for images, labels in loader` is an epoch, and the next loop is the next one; a loop that is left early has ended
     its epoch. `images` are normalized floats (BCHW) on `device`; `labels` are numbers of `classes`, or shares of all
-    classes (BK) where images are mixed.
+    classes (BK) where images are mixed. Of several labels an image, they are 1, 0 or NaN (unknown) for each class (BK).
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Loader:
                 step, rows = first + self._step, BatchRows(batch.positions % settings.batch, settings.batch)
                 self._taken(batch)
                 images, targets = prepare_batch(batch.images, batch.labels, how, settings.seed, step, rows)
-                yield images, targets if settings.mix.is_mixing else batch.labels
+                yield images, targets if settings.mix.is_mixing or batch.labels.ndim > 1 else batch.labels
         finally:
             prefetcher.close()
 
@@ -186,7 +186,9 @@ class Loader:
             for batch in prefetcher:
                 self._taken(batch)
                 real = slice(len(batch.rows))  # what follows pads the last batch, and stands for corrupt images
-                yield normalized(batch.images[real], self._settings.normalize), batch.labels[real]
+                labels = batch.labels[real]
+                labels = known_or_nan(labels) if labels.ndim > 1 else labels
+                yield normalized(batch.images[real], self._settings.normalize), labels
         finally:
             prefetcher.close()
 

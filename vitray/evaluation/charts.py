@@ -76,7 +76,7 @@ def difference_chart(pairs: Sequence[PairResult]) -> Picture:
         name = f"{pair.first} − {pair.second}"
         name = f"{pair.title}: {name}" if len(titles) > 1 else name
         lines.append(Line(name, [interval], not pair.comparison.significant))
-    caption = "Gray: a difference that is not significant, by its interval or by McNemar's test."
+    caption = "Gray: a difference that is not significant, by its interval or by its p."
     title = f"Difference of {titles[0]}" if len(titles) == 1 else "Differences"
     return interval_chart(title, lines, [""], "points", caption, with_zero=True)
 
@@ -260,18 +260,24 @@ def most_confused(scored: Scored) -> list[int]:
 
 
 def _matrix_chart(result: Result, matrix: Matrix, text: str) -> Picture:
+    title, caption = f"Confusion matrix of {result.name}", f"{result.name}: {text}"
+    return matrix_chart(title, caption, result.name, matrix, ("predicted", "class"))
+
+
+def matrix_chart(title: str, caption: str, head: str, matrix: Matrix, labels: tuple[str, str]) -> Picture:
+    """Return the counts of a matrix as shares of the images of each row; `labels` are of columns and rows."""
     shares = matrix.counts / np.maximum(matrix.images, 1)[:, None]
     count = len(matrix.names)
 
     def draw(theme: Theme) -> Figure:
         figure = new_figure(theme, WIDTH, WIDTH, DPI)
         axis = figure.add_subplot()
-        _prepare(axis, theme, result.name)
+        _prepare(axis, theme, head)
         axis.grid(False)
         # The square root keeps rare confusions visible beside the diagonal.
         axis.imshow(shares, cmap=heat(theme), norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="equal")
-        axis.set_xlabel("predicted", **_pale(theme))
-        axis.set_ylabel("class", **_pale(theme))
+        axis.set_xlabel(labels[0], **_pale(theme))
+        axis.set_ylabel(labels[1], **_pale(theme))
         names, size = [one_line(name, 22) for name in matrix.names], 7.5 if count <= 20 else 5.5
         axis.set_xticks(range(count), names, rotation=90, fontsize=size)
         axis.set_yticks(range(count), names, fontsize=size)
@@ -284,7 +290,7 @@ def _matrix_chart(result: Result, matrix: Matrix, text: str) -> Picture:
                 )
         return figure
 
-    return draw_picture(f"Confusion matrix of {result.name}", f"{result.name}: {text}", draw)
+    return draw_picture(title, caption, draw)
 
 
 def cluster(confusion: np.ndarray) -> np.ndarray:

@@ -9,17 +9,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from vitray.cluster.storage_check import check_writable
 from vitray.config.evaluation import PROBE_TRAITS, feature_probes
 from vitray.config.training import Data, Fold
 from vitray.data.shards import held_out, open_dataset
+from vitray.data.shards.label_lists import UNKNOWN
 from vitray.data.stream.decoding import SplitRows
 from vitray.errors import ConfigError, nearest
 from vitray.evaluation.classes import all_classes, check_same_classes, class_names, class_numbers, numbered
 from vitray.evaluation.corruptions import CorruptedImages, check_corrupted, corruption_errors, open_corrupted
 from vitray.evaluation.page import write_evaluation
-from vitray.evaluation.results import Evaluation, Result, Scored, compare, score
+from vitray.evaluation.results import Evaluation, Result, Scored, check_finite, compare, score
 from vitray.evaluation.texts import fixed_titles, score_text
 from vitray.inference.engine import actor_session, numerics_of
 from vitray.inference.images import ImageSet, name_of, open_images
@@ -29,8 +31,10 @@ from vitray.inference.outputs import BATCH, Output, Outputs, Work, compute_outpu
 from vitray.metrics.arrays import ProbeInputs
 from vitray.metrics.intervals import wilson
 from vitray.metrics.label_sets import LabelSet, LabelSetScore, read_label_set, score_label_set
+from vitray.metrics.multilabel import LabelScores, score_labels
 from vitray.metrics.probes import probe_scores, probe_shares
 from vitray.models.network import AnyNetwork
+from vitray.models.probabilities import probabilities_of
 from vitray.system import host_facts, storage
 from vitray.system.mlflow_client import has_store
 from vitray.tracking.lineage import ModelScores, TrackedDataset, experiment_of
@@ -159,6 +163,12 @@ def _check(request: Request, networks: Sequence[Network], images: ImageSet, corr
     """Refuse networks that do not fit the images or the options."""
     if not len(images):
         raise ConfigError(f"{images.url}: {images.split} has no images")
+    if images.labels == "several":
+        refused = {"--corrupt": request.corrupt, "--imagenet-c": request.imagenet_c, "--labels": request.labels}
+        refused |= {f"--probes {name}": PROBE_TRAITS[name].learns for name in request.probes}
+        for option, is_given in refused.items():
+            if is_given:
+                raise ConfigError(f"{option} does not apply to {images.url}, whose images have several labels")
     check_same_classes([network.spec for network in networks if network.spec.num_classes is not None], images)
     for network in networks:
         if network.spec.num_classes is not None:
@@ -217,7 +227,10 @@ def _result(
         by_labels = score_label_set(outputs.logits, labels.ids(names), labels)
         more |= label_values(by_labels)
     scored = _score(spec, images, outputs, is_lenient=request.labels is not None)
-    return Result(network.name, spec, outputs, class_names(spec, images), scored, more, by_labels, probed)
+    names = class_names(spec, images)
+    if isinstance(scored, LabelScores):
+        return Result(network.name, spec, outputs, names, None, more, by_labels, probed, scored)
+    return Result(network.name, spec, outputs, names, scored, more, by_labels, probed)
 
 
 def _out_of_fold(request: Request, networks: Sequence[Network], images: ImageSet, folder: str) -> Result:
@@ -247,8 +260,10 @@ def _out_of_fold(request: Request, networks: Sequence[Network], images: ImageSet
     identity = hashlib.sha256(json.dumps([spec.identity for spec in specs]).encode()).hexdigest()
     name = f"{len(folds)} folds"
     spec = specs[0]._replace(name=name, url=", ".join(spec.url for spec in specs), identity=identity)
-    scored = _score(spec, images, whole, is_lenient=False)
-    return Result(name, spec, whole, class_names(spec, images), scored, {})
+    scored, names = _score(spec, images, whole, is_lenient=False), class_names(spec, images)
+    if isinstance(scored, LabelScores):
+        return Result(name, spec, whole, names, None, {}, several=scored)
+    return Result(name, spec, whole, names, scored, {})
 
 
 def _folds_of(networks: Sequence[Network], images: ImageSet) -> list[Fold]:
@@ -270,7 +285,7 @@ def _folds_of(networks: Sequence[Network], images: ImageSet) -> list[Fold]:
     return folds
 
 
-def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs, *, is_lenient: bool) -> Scored | None:
+def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs, *, is_lenient: bool) -> Scored | LabelScores | None:
     """The scores by the labels of the images; lenient: None if they are of other classes."""
     if outputs.logits is None:
         return None
@@ -280,7 +295,13 @@ def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs, *, is_lenient:
         if is_lenient:
             return None
         raise
-    return score(outputs.logits, numbers[outputs.labels], outputs.keys, spec.probability)
+    if images.labels == "one":
+        return score(outputs.logits, numbers[outputs.labels], outputs.keys, spec.probability)
+    states_NK = np.full(outputs.logits.shape, UNKNOWN, np.int8)  # of a class that only the network has, too
+    states_NK[:, numbers] = outputs.labels
+    check_finite(outputs.logits, outputs.keys)
+    probabilities_NK = probabilities_of(torch.from_numpy(np.asarray(outputs.logits)), spec.probability).numpy()
+    return score_labels(probabilities_NK, states_NK, outputs.keys, spec.thresholds)
 
 
 # ---- label sets that the authors of test sets publish: ReaL, ImageNet-V2, -A, -R, -Sketch, ObjectNet -----------------

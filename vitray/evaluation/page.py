@@ -19,10 +19,18 @@ from vitray.evaluation.charts import (
     reliability_chart,
 )
 from vitray.evaluation.corruptions import errors_of
+from vitray.evaluation.labels import (
+    Several,
+    label_charts,
+    label_classes,
+    label_classes_csv,
+    label_details,
+    label_mistakes,
+    label_predictions_csv,
+)
 from vitray.evaluation.results import Evaluation, PairResult, Result, Scored
 from vitray.evaluation.texts import TITLES, ScoreText, fixed_titles, score_rows, score_text
 from vitray.inference.images import ImageSet
-from vitray.metrics.intervals import Interval, wilson
 from vitray.metrics.probes import PROBES
 from vitray.pages.files import csv_text, write_files
 from vitray.pages.rendering import Column, PageSection, Table, render_page
@@ -35,7 +43,7 @@ MOST_DIFFERING = 12
 # Pixels of a thumbnail's longer side; images below the second are shown enlarged, with their pixels visible.
 THUMBNAIL, TINY = 192, 96
 # The scores beside the top-1 of a single network, before those of probes.
-BESIDE = ("top5", "labels_top1", "mean_per_class", "nll", "ece")
+BESIDE = ("top5", "labels_top1", "mean_per_class", "nll", "ece", "f1_micro", "f1_macro", "f1_macro_chosen")
 Heads = Sequence[tuple[Result, Scored]]
 
 
@@ -62,6 +70,8 @@ def _details(evaluation: Evaluation) -> dict[str, Any]:
             places = whole.confusion.nonzero()
             triples = zip(*(part.tolist() for part in (*places, whole.confusion[places])), strict=True)
             detail["confusion"] = [list(triple) for triple in triples]
+        if result.several is not None:
+            detail |= label_details(result, result.several)
         details.append(detail)
     return evaluation.flat() | {"command": evaluation.command, "details": details}
 
@@ -76,6 +86,8 @@ def scores_csv(evaluation: Evaluation) -> str:
 def classes_csv(evaluation: Evaluation) -> str:
     """Return a row for each class and network."""
     rows: list[Sequence[Any]] = [["model", "class", "images", "hits", "predicted", "recall", "precision"]]
+    if evaluation.images.labels == "several":
+        return label_classes_csv([(result, result.several) for result in evaluation.results if result.several])
     for result in evaluation.results:
         for each in result.scored.classification.classes if result.scored else ():
             numbers = [each.images, each.hits, each.predicted, each.recall, each.precision]
@@ -85,6 +97,8 @@ def classes_csv(evaluation: Evaluation) -> str:
 
 def predictions_csv(evaluation: Evaluation) -> str:
     """Return a row for each image and network."""
+    if evaluation.images.labels == "several":
+        return label_predictions_csv([(result, result.several) for result in evaluation.results if result.several])
     rows: list[Sequence[Any]] = [["model", "image", "label", "predicted", "confidence", "rank_of_label"]]
     for result in evaluation.results:
         if result.scored is None:
@@ -166,6 +180,7 @@ def render(evaluation: Evaluation) -> str:
     images, results = evaluation.images, evaluation.results
     names, outputs = [result.name for result in results], results[0].outputs
     heads = [(result, result.scored) for result in results if result.scored is not None]
+    several = [(result, result.several) for result in results if result.several is not None]
     counted = f"{len(outputs.labels):,} images of {len(images.classes):,} classes, each counted once"
     left_out = "\n".join(outputs.left_out[:MOST_LEFT_OUT])
     if len(outputs.left_out) > MOST_LEFT_OUT:
@@ -184,9 +199,12 @@ def render(evaluation: Evaluation) -> str:
         PageSection("differences", "Differences", _differences(evaluation)),
         PageSection("corruptions", "Corruptions", _corruptions(results)),
         PageSection("calibration", "Calibration", [reliability_chart(*head) for head in heads]),
-        PageSection("classes", "Classes", _classes(heads)),
+        PageSection("classes", "Classes", _classes(heads) or label_classes(several)),
         PageSection("confusion", "Confusion", _confusion(heads)),
-        PageSection("mistakes", "Most confident mistakes", _mistakes(evaluation, heads)),
+        PageSection(
+            "together", "Labels that come together", [each for pair in several for each in label_charts(*pair)]
+        ),
+        PageSection("mistakes", "Most confident mistakes", _mistakes(evaluation, heads, several)),
         PageSection("left-out", "Images left out", left_out),
         PageSection("origin", "How to reproduce", _origin(evaluation)),
     ]
@@ -194,37 +212,30 @@ def render(evaluation: Evaluation) -> str:
 
 
 def _best(evaluation: Evaluation) -> Mapping[str, str] | None:
-    """Return the highest top-1 as text; None where no network predicts the classes."""
+    """Return the highest of the main scores as text; None where no network predicts the classes."""
     results = evaluation.results
-    scored = [(result.name, top1) for result in results if (top1 := _top1(result))]
+    scored = [(result.name, *result.main) for result in results if result.main]
     if not scored:
         return None
-    name, top1 = max(scored, key=lambda pair: pair[1].estimate)
-    title = "top-1" if any(result.scored for result in results) else TITLES["labels_top1"]
+    name, score, main = max(scored, key=lambda each: each[2].estimate)
+    title = TITLES[score]
     return {
-        "top1": f"{100 * top1.estimate:.2f} %",
+        "score": f"{100 * main.estimate:.2f} %",
         "title": title if len(results) == 1 else f"highest {title}",
         "name": "" if len(results) == 1 else name,
-        "interval": f"{100 * top1.low:.2f} to {100 * top1.high:.2f}",
+        "interval": f"{100 * main.low:.2f} to {100 * main.high:.2f}",
+        "how": "a bootstrap over images" if score == "map" else "Wilson",
     }
 
 
-def _top1(result: Result) -> Interval | None:
-    """Return the top-1 of a network: by the labels of the images, or else by the label set."""
-    if result.scored is not None:
-        return result.scored.intervals["top1"]
-    scored = result.by_labels
-    return None if scored is None else wilson(scored.hits1, scored.images)
-
-
 def _beside(evaluation: Evaluation) -> Mapping[str, ScoreText | None]:
-    """Return other scores of a single network, or the top-1 of several."""
+    """Return other scores of a single network, or the main score of each of several."""
     results = evaluation.results
     if len(results) == 1:
         beside = {*BESIDE, *(probe.headline for probe in PROBES.values() if probe.in_percent)}
         texts = {title: score_text(results[0], name) for name, title in fixed_titles().items() if name in beside}
         return {title: text for title, text in texts.items() if text}
-    return {each.name: score_text(each, "top1") or score_text(each, "labels_top1") for each in results}
+    return {each.name: score_text(each, each.main[0]) if each.main else None for each in results}
 
 
 def _scores(results: Sequence[Result]) -> Mapping[str, Any]:
@@ -242,11 +253,15 @@ def _differences(evaluation: Evaluation) -> Mapping[str, Any] | None:
     pairs, results = evaluation.pairs, {result.name: result for result in evaluation.results}
     if not pairs:
         return None
-    correction = f"; p is corrected for {len(pairs)} comparisons, the intervals are not" if len(pairs) > 1 else ""
-    prose = f"The first network's score minus the second's, paired by image. Each interval is at 95 %{correction}."
+    correction = f", corrected for {len(pairs)} comparisons, which the intervals are not" if len(pairs) > 1 else ""
+    has_maps = any(pair.comparison.mcnemar is None for pair in pairs)
+    prose = (
+        "The first network's score minus the second's, paired by image. Each interval is at 95 %, and p is"
+        f" {'that of the bootstrap' if has_maps else 'that of McNemar'}{correction}."
+    )
     columns = [Column("first"), Column("second"), Column("score"), Column("difference, points", True)]
     columns += [Column("95 % interval", True), Column("only first right", True), Column("only second right", True)]
-    columns += [Column("McNemar p", True), Column("images to tell it", True)]
+    columns += [Column("p", True), Column("images to tell it", True)]
     compared = [
         (results[right], results[wrong])
         for pair in [pair for pair in pairs if pair.score == "top1"][:MOST_PAIRS]
@@ -269,7 +284,8 @@ def _differences(evaluation: Evaluation) -> Mapping[str, Any] | None:
 def _pair_row(pair: PairResult) -> list[str]:
     difference, test = pair.comparison.difference, pair.comparison.mcnemar
     interval = f"{100 * difference.low:+.2f} to {100 * difference.high:+.2f}"
-    counts = [f"{test.only_a:,}", f"{test.only_b:,}", f"{pair.comparison.corrected_p:.2g}"]
+    counts = ["–", "–"] if test is None else [f"{test.only_a:,}", f"{test.only_b:,}"]
+    counts.append(f"{pair.comparison.corrected_p:.2g}")
     counts.append(f"{pair.comparison.images_to_tell:,}")
     return [pair.first, pair.second, pair.title, f"{100 * difference.difference:+.2f}", interval, *counts]
 
@@ -331,12 +347,12 @@ def _confusion(heads: Heads) -> Mapping[str, Any] | None:
     return {"charts": charts, "table": Table("Confusions", columns, rows)}
 
 
-def _mistakes(evaluation: Evaluation, heads: Heads) -> list[tuple[str, Gallery]]:
+def _mistakes(evaluation: Evaluation, heads: Heads, several: Several) -> list[tuple[str, Gallery]]:
     """Return the pictures of each network that has mistakes, with its name where there are several."""
+    found = [(result.name, mistakes(result, scored)) for result, scored in heads]
+    found += [(each.name, [Example(*line) for line in label_mistakes(each, scores)]) for each, scores in several]
     return [
-        (result.name if len(heads) > 1 else "", gallery(evaluation.images, examples))
-        for result, scored in heads
-        if (examples := mistakes(result, scored))
+        (name if len(found) > 1 else "", gallery(evaluation.images, examples)) for name, examples in found if examples
     ]
 
 

@@ -35,12 +35,13 @@ from vitray.metrics.intervals import (
     wilson,
 )
 from vitray.metrics.label_sets import LabelSetScore
+from vitray.metrics.multilabel import LabelScores, compare_maps
 from vitray.metrics.probes import PROBES
 from vitray.models.probabilities import Probability
 
 MAX_MISTAKES = 16
 # Titles of the scores by which networks are compared, beside those of probes.
-COMPARED = {"top1": "top-1", "labels_top1": "top-1 by the label set"}
+COMPARED = {"top1": "top-1", "map": "mAP", "labels_top1": "top-1 by the label set"}
 
 
 class Scored(NamedTuple):
@@ -80,6 +81,18 @@ class Result(NamedTuple):
     """The scores by a label set."""
     probed: Mapping[str, np.ndarray] = {}
     """By score of a probe, whether each image is a hit, or how often over the seeds."""
+    several: LabelScores | None = None
+    """The scores of several labels an image, in place of `scored`."""
+
+    @property
+    def main(self) -> tuple[str, Interval] | None:
+        """The score by which networks are compared, by its name; None without predictions of the labels."""
+        if self.scored is not None:
+            return "top1", self.scored.intervals["top1"]
+        if self.several is not None:
+            return "map", self.several.intervals["map"]
+        by_labels = self.by_labels
+        return None if by_labels is None else ("labels_top1", wilson(by_labels.hits1, by_labels.images))
 
     @property
     def hits(self) -> Mapping[str, np.ndarray]:
@@ -98,6 +111,10 @@ class Result(NamedTuple):
             for name, interval in self.scored.intervals.items():
                 values |= {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
             values |= {"loss": values["nll"], **self.scored.values}
+        if self.several is not None:
+            for name, interval in self.several.intervals.items():
+                values |= {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
+            values["loss"] = self.several.loss
         return values | dict(self.more)
 
 
@@ -122,6 +139,7 @@ class PairResult(NamedTuple):
     def flat(self) -> dict[str, Any]:
         """Return the numbers and the verdict by name."""
         difference, test = self.comparison.difference, self.comparison.mcnemar
+        counts = {} if test is None else {"only_first": test.only_a, "only_second": test.only_b}
         return {
             "first": self.first,
             "second": self.second,
@@ -129,9 +147,8 @@ class PairResult(NamedTuple):
             "difference": difference.difference,
             "difference_low": difference.low,
             "difference_high": difference.high,
-            "only_first": test.only_a,
-            "only_second": test.only_b,
-            "p_value": test.p_value,
+            **counts,
+            "p_value": self.comparison.p_value,
             "p_corrected": self.comparison.corrected_p,
             "significant": bool(self.comparison.significant),
             "images_to_tell": self.comparison.images_to_tell,
@@ -197,10 +214,7 @@ def score(
     logits_NK: np.ndarray, labels_N: np.ndarray, keys: Sequence[str], probability: Probability = "softmax"
 ) -> Scored:
     """Return the scores of N images from their logits; a temperature belongs to a softmax alone."""
-    finite_N = np.isfinite(logits_NK).all(1)
-    if not finite_N.all():
-        row = int(np.flatnonzero(~finite_N)[0])
-        raise ConfigError(f"{keys[row]}: the network's logits are not finite; expected weights of a finished training")
+    check_finite(logits_NK, keys)
     whole = classify(logits_NK, labels_N, MAX_MISTAKES, probability)
     hits_N = (whole.ranks == 0).astype(np.float64)
     losses_N = np.concatenate(
@@ -230,6 +244,14 @@ def score(
     return Scored(intervals, values, whole, labels_N, bins, temperature)
 
 
+def check_finite(logits_NK: np.ndarray, keys: Sequence[str]) -> None:
+    """Refuse logits that are not finite, by the key of their first image."""
+    finite_N = np.isfinite(logits_NK).all(1)
+    if not finite_N.all():
+        row = int(np.flatnonzero(~finite_N)[0])
+        raise ConfigError(f"{keys[row]}: the network's logits are not finite; expected weights of a finished training")
+
+
 def compare(results: Sequence[Result]) -> tuple[list[PairResult], np.ndarray | None]:
     """Return each pair of networks by each score that both have, and the agreement of those with labels."""
     pairs = [
@@ -237,6 +259,11 @@ def compare(results: Sequence[Result]) -> tuple[list[PairResult], np.ndarray | N
         for one, other in combinations(results, 2)
         for score, hits in one.hits.items()
         if score in other.hits
+    ]
+    pairs += [
+        PairResult(one.name, other.name, compare_maps(one.several, other.several), "map")
+        for one, other in combinations(results, 2)
+        if one.several is not None and other.several is not None
     ]
     all_corrected = corrected([pair.comparison for pair in pairs])
     pairs = [pair._replace(comparison=each) for pair, each in zip(pairs, all_corrected, strict=True)]

@@ -13,6 +13,11 @@ from vitray.metrics.probes import PROBES
 TITLES = {
     "top1": COMPARED["top1"],
     "top5": "top-5",
+    "map": COMPARED["map"],
+    "f1_micro": "F1, micro",
+    "f1_macro": "F1, macro",
+    "f1_micro_chosen": "F1, micro, chosen thresholds",
+    "f1_macro_chosen": "F1, macro, chosen thresholds",
     "mean_per_class": "mean per class",
     "nll": "loss (NLL)",
     "ece": "ECE",
@@ -27,7 +32,19 @@ TITLES = {
     "labels_top5": "top-5 by the label set",
 }
 CORRUPTION_TITLES = {"corruption_error": "error on corrupted images", "mce": "mCE, relative to the baseline"}
-SHARES = {"top1", "top5", "labels_top1", "labels_top5", "mean_per_class", *CORRUPTION_TITLES}
+SHARES = {
+    "top1",
+    "top5",
+    "map",
+    "f1_micro",
+    "f1_macro",
+    "f1_micro_chosen",
+    "f1_macro_chosen",
+    "labels_top1",
+    "labels_top5",
+    "mean_per_class",
+    *CORRUPTION_TITLES,
+}
 # The linear probe of a share of the training images.
 SHARE_OF = re.compile(r"linear_share([\d.e-]+)")
 

@@ -14,7 +14,7 @@ from vitray.config import Run
 from vitray.data.augment.crops import crop_center
 from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
-from vitray.models.probabilities import probabilities_of, probability_of
+from vitray.models.probabilities import present_labels, probabilities_of, probability_of
 from vitray.weights.family import Family, Member
 
 
@@ -57,10 +57,17 @@ def probabilities(family: Family, views: Sequence[np.ndarray], members: Sequence
     ]
 
 
-def answer(probabilities_K: np.ndarray, classes: Sequence[str], top_k: int | None) -> dict[str, Any]:
-    """Return the most probable class, and all probabilities or the `top` k classes."""
+def answer(probabilities_K: np.ndarray, member: Member, top_k: int | None) -> dict[str, Any]:
+    """Return the most probable class, and all probabilities or the `top` k classes.
+
+    Of a network of several labels an image, also the `labels` that it takes as present, and their `scores`.
+    """
+    classes, thresholds = class_names(member), member.run.thresholds
     order = np.argsort(-probabilities_K, kind="stable")  # among equals the lowest label is first
     best = _class_answer(probabilities_K, classes, order[0])
+    if thresholds is not None:
+        present = present_labels(probabilities_K, thresholds)
+        best |= {"labels": [classes[label] for label in present], "scores": probabilities_K[present].tolist()}
     if top_k is None:
         return {**best, "probabilities": probabilities_K.tolist()}
     return {**best, "top": [_class_answer(probabilities_K, classes, label) for label in order[:top_k]]}

@@ -58,7 +58,7 @@ class Chunk(NamedTuple):
 
     span: Span
     keys: list[str]
-    labels: list[int]
+    labels: list[int | np.ndarray]
     reasons: list[str | None]
     """Why an image has no pixels, or None."""
     values: list[Any]

@@ -14,7 +14,8 @@ import numpy as np
 
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.views import View, decode_views, usable
-from vitray.data.shards.manifest import MANIFEST, Dataset, open_dataset, row_keys
+from vitray.data.shards.label_lists import LabelList, label_states
+from vitray.data.shards.manifest import MANIFEST, Dataset, Labels, open_dataset, row_keys
 from vitray.data.shards.options import Kind, ShardRequest, ShardSettings
 from vitray.data.shards.sources import DetectedSource, Listing, SourceEntry, detect_source, list_source, read_items
 from vitray.data.stream.decoding import SplitRows, locate_rows, read_rows
@@ -30,8 +31,8 @@ class EncodedImage(NamedTuple):
 
     content: bytes | str
     """A text in place of the bytes is the reason why it cannot be read."""
-    label: int
-    """Negative where there is none."""
+    label: int | np.ndarray
+    """Negative where there is none; of several labels an image, the states of all classes (K)."""
     key: str
 
     def pixels(self) -> np.ndarray:
@@ -75,6 +76,8 @@ class ImageSet:
     """Images of a source that were refused unread, each with its reason."""
     chosen: np.ndarray | None = None
     """The numbers of these images in the source; None for all of them."""
+    labels: Labels = "one"
+    """How many an image has."""
 
     def __len__(self) -> int:
         if self.chosen is not None:
@@ -97,7 +100,12 @@ class ImageSet:
                 chosen = [listed[number] for number in numbers]
                 contents = read_items(kind, chosen, request)
                 items = [(*content, item.name) for item, content in zip(chosen, contents, strict=True)]
-        return [EncodedImage(content, -1 if label is None else label, key) for content, label, key in items]
+        return [EncodedImage(content, self._label(label), key) for content, label, key in items]
+
+    def _label(self, label: Any) -> int | np.ndarray:
+        if isinstance(label, LabelList):
+            return label_states([(label.present, label.unknown or ())], len(self.classes))[0]
+        return -1 if label is None else label
 
     def read_labeled(self, numbers: Sequence[int]) -> list[EncodedImage]:
         """Return some images; refuse one without a label."""
@@ -108,17 +116,17 @@ class ImageSet:
     def read_views(self, numbers: Sequence[int], view: View) -> tuple[np.ndarray, np.ndarray]:
         """Return the views (BHWC, uint8) and labels of those of some images that can be decoded."""
         parts: list[np.ndarray] = [np.zeros((0, *view.size, 3), np.uint8)]
-        labels: list[int] = []
+        labels: list[int | np.ndarray] = []
         for at in range(0, len(numbers), READ_AT_ONCE):
             images = self.read(numbers[at : at + READ_AT_ONCE])
             [views_BHWC], reasons = decode_views([image.content for image in images], [view])
             parts.append(views_BHWC[usable(reasons)])
             labels += [image.label for image, reason in zip(images, reasons, strict=True) if reason is None]
-        return np.concatenate(parts), np.array(labels, np.int64)
+        return np.concatenate(parts), np.array(labels, np.int8 if self.labels == "several" else np.int64)
 
-    def check_labels(self, keys: Sequence[str], labels: Sequence[int]) -> None:
-        """Refuse an image without a label."""
-        if missing := [key for key, label in zip(keys, labels, strict=True) if label < 0]:
+    def check_labels(self, keys: Sequence[str], labels: Sequence[int | np.ndarray]) -> None:
+        """Refuse an image without a label; of several labels, none is a label, too."""
+        if missing := [key for key, label in zip(keys, labels, strict=True) if np.ndim(label) == 0 and label < 0]:
             raise ConfigError(f"{self.url}: {self.split} has no labels: got none for image {missing[0]}")
 
     def read_names(self) -> list[str]:
@@ -147,13 +155,15 @@ def open_images(url: str, split: str) -> ImageSet:
     set_aside = tuple(f"{reject.file} ({reject.reason})" for reject in listing.rejects)
     source = ListedItems(listing.kind, request, listing.items)
     identity = _identity(listing, detected, request.source)
-    return ImageSet(request.source, _end(url), split, listing.classes, identity, source, set_aside)
+    place = request.source, _end(url), split
+    return ImageSet(*place, listing.classes, identity, source, set_aside, labels=listing.labels)
 
 
 def split_images(dataset: Dataset, split: str) -> ImageSet:
     """Return the images of a split of a dataset."""
     identity = _hash([dataset.identity, split])
-    return ImageSet(dataset.url, _end(dataset.url), split, dataset.classes, identity, locate_rows(dataset, split))
+    place, rows = (dataset.url, _end(dataset.url), split), locate_rows(dataset, split)
+    return ImageSet(*place, dataset.classes, identity, rows, labels=dataset.labels)
 
 
 def _end(url: str) -> str:

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from vitray.data.shards.checking import check_shard, check_sizes
 from vitray.data.shards.manifest import IMAGE_FILE, MANIFEST, open_dataset, row_keys
+from vitray.data.shards.options import ShardSettings
 from vitray.data.shards.sources import LARGEST_FILE, PATH_COLUMNS, list_tar
 from vitray.data.shards.tables import holds_images, image_rows, read_images, read_index
 from vitray.errors import ConfigError, nearest
@@ -204,7 +205,7 @@ def _list_files(folder: str, files: Mapping[str, Any], others: list[str]) -> Ite
             reason = None if version else "a pipe, device or broken link"
             yield Entry(name, file, size=version.size if version else 0, reason=reason)
         elif version and ending == "tar":
-            for item in list_tar(file, name, None):
+            for item in list_tar(file, name, ShardSettings()):
                 yield Entry(item.name, file, start=item.place, size=item.size, reason=item.reason)
         elif version and ending == "parquet" and holds_images(file, None):
             for row in range(image_rows(file, None)):

@@ -22,7 +22,7 @@ from vitray.inference.network_spec import Numerics, Wanted
 from vitray.inference.networks import Networks, prepared
 from vitray.inspection.attention import attention_maps
 from vitray.models.network import AnyNetwork
-from vitray.models.probabilities import probabilities_of
+from vitray.models.probabilities import present_labels, probabilities_of
 from vitray.models.vit import ViT
 from vitray.system import storage
 
@@ -41,6 +41,8 @@ class Prediction(NamedTuple):
     probability: float
     probabilities: np.ndarray
     """Of all classes (K)."""
+    labels: list[str] | None = None
+    """Of a network of several labels an image: the classes that it takes as present, the most probable first."""
 
 
 class LoadedNetwork:
@@ -73,9 +75,10 @@ class LoadedNetwork:
         rows = probabilities_of(logits_BK, self._spec.probability).cpu().numpy()
         labels = [int(row_K.argmax()) for row_K in rows]
         names = self.classes or [str(label) for label in range(self._spec.num_classes)]
-        return [
-            Prediction(label, names[label], float(row[label]), row) for label, row in zip(labels, rows, strict=True)
-        ]
+        limits = self._spec.thresholds
+        present = [None if limits is None else [names[each] for each in present_labels(row, limits)] for row in rows]
+        columns = zip(labels, rows, present, strict=True)
+        return [Prediction(label, names[label], float(row[label]), row, shown) for label, row, shown in columns]
 
     def features(self, images: AnyImage | Iterable[AnyImage]) -> np.ndarray:
         """Return the pooled features of each image before the head (BD), for a classifier or a search of your own."""

@@ -42,6 +42,7 @@ def spec_of(run: Run, vit: AnyNetwork, classes: Sequence[str] | None, url: str, 
         crop=run.data.eval_crop,
         precision=run.compute.precision,
         probability=probability_of(run),
+        thresholds=run.thresholds,
         fold=run.data.fold and (run.data.train, run.data.fold),
     )
 

@@ -37,6 +37,8 @@ class NetworkSpec(NamedTuple):
     """How logits become probabilities."""
     fold: tuple[str, Fold] | None = None
     """The split of its training, and the fold of it that it did not learn."""
+    thresholds: tuple[float, ...] | None = None
+    """The least probability of each class that counts as present, of several labels an image; None of one."""
     store: str | None = None
     """The MLflow at which the address is valid; None for other addresses."""
 

@@ -81,6 +81,7 @@ class Outputs(NamedTuple):
     """The numbers of the images in their set."""
     keys: list[str]
     labels: np.ndarray
+    """N; of several labels an image, the states of all classes, NxK."""
     logits: np.ndarray | None
     features: np.ndarray | None
     left_out: tuple[str, ...]
@@ -128,11 +129,18 @@ def _table(chunk: Chunk, output: Output) -> pa.Table:
     columns = {
         "row": pa.array(range(*chunk.span), pa.int64()),
         "key": pa.array(chunk.keys, pa.string()),
-        "label": pa.array(chunk.labels, pa.int64()),
+        "label": _labels_column(chunk.labels),
         "corrupt": pa.array(chunk.reasons, pa.string()),
         output: pa.FixedSizeListArray.from_arrays(pa.array(values_ND.ravel()), values_ND.shape[1]),
     }
     return pa.table(columns)
+
+
+def _labels_column(labels: Sequence[int | np.ndarray]) -> pa.Array:
+    if labels and np.ndim(labels[0]):
+        states_NK = np.stack([np.asarray(each, np.int8) for each in labels])
+        return pa.FixedSizeListArray.from_arrays(pa.array(states_NK.ravel()), states_NK.shape[1])
+    return pa.array(labels, pa.int64())
 
 
 def _read_outputs(work: Work) -> Outputs:
@@ -147,10 +155,11 @@ def _read_outputs(work: Work) -> Outputs:
     corrupt, has_pixels = _corrupt_images(first["key"].to_pylist(), reasons), usable(reasons)
     _check_left_out(work, corrupt)
     arrays = {output: values for output, (_, values) in parts.items()}
+    has_lists = pa.types.is_fixed_size_list(first["label"].type)
     return Outputs(
         rows=np.flatnonzero(has_pixels),
         keys=first["key"].filter(pa.array(has_pixels)).to_pylist(),
-        labels=first["label"].to_numpy()[has_pixels],
+        labels=(_matrix(first["label"]) if has_lists else first["label"].to_numpy())[has_pixels],
         logits=arrays.get("logits"),
         features=arrays.get("features"),
         left_out=(*work.images.set_aside, *corrupt),

@@ -20,7 +20,7 @@ from vitray.data.shards.tables import read_table
 from vitray.errors import ConfigError, RunError
 from vitray.inference.network_spec import NetworkSpec
 from vitray.inference.plan import Options, Plan, column_widths
-from vitray.models.probabilities import probabilities_of
+from vitray.models.probabilities import present_labels, probabilities_of
 from vitray.pages.files import csv_text
 from vitray.system import storage
 
@@ -72,6 +72,8 @@ def predict_batch(plan: Plan, networks: "Networks", views: Sequence[np.ndarray],
         prefix = f"{spec.name}/" if len(plan.networks) > 1 else ""
         for name, array in arrays_of(plan.options, spec, values).items():
             columns[prefix + name] = _lists(array, has_pixels)
+        if spec.thresholds is not None and plan.options.top_k:
+            columns |= {prefix + name: array for name, array in _present(spec, values["logits"], has_pixels).items()}
     return pa.table(columns)
 
 
@@ -89,6 +91,21 @@ def arrays_of(options: Options, spec: NetworkSpec, values: "Mapping[str, Tensor]
     columns = {"logits": "logits"} if options.logits else {}
     columns |= {level: level for level in options.levels} | ({"embedding": "features"} if options.embedding else {})
     return arrays | {name: pa.array(values[of].flatten().numpy()) for name, of in columns.items() if of in values}
+
+
+def _present(spec: NetworkSpec, logits_BK: "Tensor", has_pixels: np.ndarray) -> dict[str, pa.Array]:
+    """Return the classes that a network of several labels an image takes as present, and their probabilities."""
+    assert spec.thresholds is not None
+    rows = iter(probabilities_of(logits_BK, spec.probability).numpy())
+    names = spec.classes or [str(number) for number in range(spec.num_classes or 0)]
+    labels: list[list[str] | None] = []
+    scores: list[list[float] | None] = []
+    for is_usable in has_pixels.tolist():
+        row_K = next(rows) if is_usable else None
+        present = None if row_K is None else present_labels(row_K, spec.thresholds)
+        labels.append(None if present is None else [names[label] for label in present])
+        scores.append(None if row_K is None else row_K[present].tolist())
+    return {"labels": pa.array(labels, pa.list_(pa.string())), "scores": pa.array(scores, pa.list_(pa.float32()))}
 
 
 def _lists(values: pa.Array, has_pixels: np.ndarray) -> pa.ListArray:
@@ -162,12 +179,15 @@ def print_part(plan: Plan, part: int, lines: Lines, to: TextIO) -> None:
         to.writelines(f"{json.dumps(row)}\n" for row in table.to_pylist())
     else:
         widths = column_widths(plan)
+        others = [name for name in table.column_names if name not in {"key", "error", *widths}]
         rows: list[list[Any]] = []
         if part == 0:
             names = [[f"{name}_{number}" for number in range(1, width + 1)] for name, width in widths.items()]
-            rows.append(["key", "error", *chain.from_iterable(names)])
+            rows.append(["key", "error", *chain.from_iterable(names), *others])
         for row in table.to_pylist():
             lists = (row[name] or [None] * width for name, width in widths.items())
-            rows.append([row["key"], row["error"], *chain.from_iterable(lists)])
+            # As many as an image has: in one cell each.
+            more = ("|".join(map(str, row[name] or ())) for name in others)
+            rows.append([row["key"], row["error"], *chain.from_iterable(lists), *more])
         to.write(csv_text(rows, line_end="\n"))
     to.flush()

@@ -95,6 +95,8 @@ class Plan(NamedTuple):
         probabilities = [[spec.name, spec.probability] for spec in self.networks]
         options = self.options._asdict() | {"levels": list(self.options.levels)}
         images = {"images": len(self.images), "identity of the images": self.images.identity}
+        if any(spec.thresholds for spec in self.networks):
+            images["thresholds"] = _hash([[spec.name, spec.thresholds] for spec in self.networks])
         return (
             {"format": FORMAT, "networks": networks, "class names": _hash(classes), "probabilities": probabilities}
             | images

@@ -149,8 +149,10 @@ class Examples(NamedTuple):
     images: np.ndarray
     """BHWC, uint8, as the network sees them."""
     labels: np.ndarray
+    """B; of several labels an image, the states of all classes, BK."""
     predicted: np.ndarray
+    """B; of several labels an image, whether each class is predicted, BK."""
     probabilities: np.ndarray
-    """Of the predicted classes: B."""
+    """Of the predicted classes, B; of several labels an image, of all classes, BK."""
     attention: np.ndarray | None
     """Attention rollout to each patch, B x rows x columns; None for a network without attention rollout."""

@@ -63,15 +63,17 @@ class Comparison(NamedTuple):
     """Two models on the same images."""
 
     difference: Difference
-    mcnemar: McNemar
+    p_value: float
+    mcnemar: McNemar | None = None
+    """The test that p is of, of hits; None of a score that no image has by itself, whose p is the bootstrap's."""
     tests: int = 1
     """The number of comparisons that p is corrected for."""
     corrected_p: float = 1.0
-    """McNemar's p, by Holm's correction; with one test, the same."""
+    """p by Holm's correction; with one test, the same."""
 
     @property
     def significant(self) -> bool:
-        """Whether the interval excludes zero and McNemar's test rejects equality; of few images the first misleads."""
+        """Whether the interval excludes zero and the test rejects equality; of few images the first misleads."""
         return self.difference.excludes_zero and self.corrected_p < 1 - self.difference.level
 
     @property
@@ -92,11 +94,14 @@ class Comparison(NamedTuple):
         difference, test = self.difference, self.mcnemar
         verdict = "is significant" if self.significant else "is not significant"
         corrected = f", corrected for {self.tests} comparisons" if self.tests > 1 else ""
+        how = "bootstrap over images:"
+        if test is not None:
+            how = f"McNemar's exact test: {test.only_a:,} images right only for the first, {test.only_b:,} only for the"
+            how += " second,"
         return (
             f"The difference of {100 * difference.difference:+.2f} points on {difference.images:,} images {verdict} "
             f"({100 * difference.level:g} % interval {100 * difference.low:+.2f} to {100 * difference.high:+.2f}; "
-            f"McNemar's exact test: {test.only_a:,} images right only for the first, {test.only_b:,} only for the "
-            f"second, p = {self.corrected_p:.2g}{corrected})."
+            f"{how} p = {self.corrected_p:.2g}{corrected})."
         )
 
 
@@ -159,12 +164,12 @@ def compare_hits(hits_a: Any, hits_b: Any) -> Comparison:
     tail = float(bdtr(min(only_a, only_b), only_a + only_b, 0.5)) if only_a + only_b else 1.0
     difference = Difference(*bootstrap(a_N - b_N), len(a_N))
     p_value = min(1.0, 2 * tail)
-    return Comparison(difference, McNemar(only_a, only_b, p_value), 1, p_value)
+    return Comparison(difference, p_value, McNemar(only_a, only_b, p_value), 1, p_value)
 
 
 def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Return the comparisons with the p values that hold for all of them together."""
-    p_values = holm([each.mcnemar.p_value for each in comparisons])
+    p_values = holm([each.p_value for each in comparisons])
     return [each._replace(tests=len(comparisons), corrected_p=p) for each, p in zip(comparisons, p_values, strict=True)]
 
 

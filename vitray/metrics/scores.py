@@ -17,6 +17,7 @@ from vitray.config.augmentation import Normalize
 from vitray.config.sections import TaskTraits
 from vitray.data.augment.mixing import DeviceBatch, normalized, to_device
 from vitray.metrics.arrays import Examples
+from vitray.metrics.multilabel import THRESHOLD, best_threshold, mean_average_precision
 from vitray.models.probabilities import Probability, probabilities_of
 
 MAX_MISTAKES = 16
@@ -37,7 +38,8 @@ class Score(NamedTuple):
 
     images: int
     loss: float
-    """Mean cross-entropy of the labels, for any training loss; without labels, the mean of the training loss."""
+    """Mean cross-entropy of the labels, for any training loss, binary of several labels an image; without labels, the
+    mean of the training loss."""
     top1: float | None = None
     top5: float | None = None
     confusion: np.ndarray | None = None
@@ -52,10 +54,21 @@ class Score(NamedTuple):
     """A few images on rank 0, the same at every evaluation."""
     corrupt: Sequence[str] = ()
     """Images that could not be decoded; no number counts them."""
+    map: float | None = None
+    """Mean average precision, of several labels an image."""
+    thresholds: Sequence[float] | None = None
+    """Of several labels an image: of each class, that of the highest F1."""
+
+    @property
+    def main(self) -> tuple[str, float]:
+        """The score by which evaluations are compared, by its name; of a loss, less is better."""
+        if self.map is not None:
+            return "map", self.map
+        return ("loss", self.loss) if self.top1 is None else ("top1", self.top1)
 
     def metrics(self, suffix: str = "") -> dict[str, float]:
         """Return the numbers under their metric names."""
-        values = {"top1": self.top1, "top5": self.top5, "loss": self.loss, **self.others}
+        values = {"top1": self.top1, "top5": self.top5, "map": self.map, "loss": self.loss, **self.others}
         return {f"val/{name}{suffix}": value for name, value in values.items() if value is not None}
 
 
@@ -93,12 +106,54 @@ def evaluate(
         dist.all_gather(gathered, mistakes_M4)
         mistakes_M4 = most_confident(torch.cat(gathered))
     matrix = sums.confusion.view(num_classes, num_classes).cpu().numpy()
+    of_class = matrix.sum(1)
+    balanced = float((matrix.diagonal()[of_class > 0] / of_class[of_class > 0]).mean())
     mistakes = [
         Mistake(probability, int(row), int(label), int(predicted))
         for probability, row, label, predicted in mistakes_M4.tolist()
         if row >= 0
     ]
-    return Score(counted, loss, top1, top5, matrix, mistakes, corrupt=corrupt)
+    return Score(counted, loss, top1, top5, matrix, mistakes, {"mean_per_class": balanced}, corrupt=corrupt)
+
+
+@torch.no_grad()
+def evaluate_labels(
+    vit: nn.Module,
+    data: EvaluationSet,
+    num_classes: int,
+    device: torch.device,
+    autocast: AbstractContextManager[object],
+    probability: Probability = "sigmoid",
+) -> Score:
+    """Return the score of a classifier of several labels an image over the batches of all workers."""
+    parts: list[Tensor] = []  # of each batch, B x 2 x K: probabilities and states
+    images = 0
+    for batch in _batches(vit, data):
+        with autocast:
+            logits_BK = vit(normalized(batch.images, data.normalize))
+        real = len(batch.rows)  # the padding is at the end
+        parts.append(torch.stack([probabilities_of(logits_BK, probability), batch.labels.float()], 1)[:real])
+        images += real
+    both_N2K = torch.cat([torch.empty(0, 2, num_classes, device=device), *parts])
+    counted, corrupt, _ = _means(images, torch.zeros(1, dtype=torch.float64, device=device), data)
+    if dist.is_initialized():
+        # Every worker gives as many rows; those that it lacks have classes that are all unknown.
+        most = torch.tensor(len(both_N2K), device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        own_M2K = F.pad(both_N2K, (0, 0, 0, 0, 0, int(most) - len(both_N2K)), value=-1.0)
+        gathered = [torch.empty_like(own_M2K) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own_M2K)
+        both_N2K = torch.cat(gathered)
+    probabilities_NK, states_NK = both_N2K.unbind(1)
+    # In the order of their values: sums must not depend on which worker had an image.
+    loss = float("nan")
+    if len(known := states_NK[states_NK >= 0]):
+        losses = F.binary_cross_entropy(probabilities_NK[states_NK >= 0].double(), known.double(), reduction="none")
+        loss = float(losses.sort().values.mean())
+    arrays = probabilities_NK.double().cpu().numpy(), states_NK.cpu().numpy()
+    found = [best_threshold(*columns) for columns in zip(*(array.T for array in arrays), strict=True)]
+    thresholds = [THRESHOLD if each is None else each for each in found]
+    return Score(counted, loss, map=mean_average_precision(*arrays), thresholds=thresholds, corrupt=corrupt)
 
 
 @torch.no_grad()

@@ -3,7 +3,10 @@
 Shapes: B images, K classes.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, assert_never
+
+import numpy as np
 
 from vitray.config import Run
 from vitray.config.classification import LOSS_TRAITS, Probability
@@ -29,3 +32,9 @@ def probabilities_of(logits_BK: "Tensor", probability: Probability) -> "Tensor":
             assert_never(probability)
     # An infinite logit has a sigmoid like any other.
     return probabilities_BK.where(logits_BK.isfinite().all(dim=-1, keepdim=True), float("nan"))
+
+
+def present_labels(probabilities_K: np.ndarray, thresholds: Sequence[float]) -> list[int]:
+    """Return the classes that reach their thresholds, the most probable first."""
+    order = np.argsort(-probabilities_K, kind="stable")
+    return [int(label) for label in order if probabilities_K[label] >= thresholds[label]]

@@ -57,6 +57,10 @@ class RunConsole:
                 del names["top-5"]
             scores = ", ".join(f"{name} {values[key]:.2%}" for name, key in names.items() if key in values)
             self._console.line(f"  {self._step_text(step)}  val {scores}")
+        elif "val/map" in values:
+            names = {"mAP": "val/map", "averaged": "val/map_ema", "best": "best/val_map"}
+            scores = ", ".join(f"{name} {values[key]:.2%}" for name, key in names.items() if key in values)
+            self._console.line(f"  {self._step_text(step)}  val {scores}")
         elif "val/loss" in values:
             self._console.line(f"  {self._step_text(step)}  val loss {values['val/loss']:.4f}")
 

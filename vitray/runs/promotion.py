@@ -120,8 +120,7 @@ def promote_finished(run_dir: str, data: str, workers: int | None = None) -> str
 
 def decide(comparison: Comparison, when: When) -> tuple[bool, str]:
     """Return whether the first of two versions gets the alias of the second, and why."""
-    test, sentence = comparison.mcnemar, comparison.sentence()
-    is_higher = test.only_a > test.only_b
+    sentence, is_higher = comparison.sentence(), comparison.difference.difference > 0
     match when:
         case "better":
             return is_higher, sentence

@@ -20,6 +20,7 @@ from vitray.config import Run
 from vitray.data.augment.contact_sheets import Captioned, captioned_sheet
 from vitray.data.augment.keyed_random import step_generator
 from vitray.data.augment.mixing import DeviceBatch
+from vitray.data.shards.label_lists import names_of
 from vitray.data.shards.tasks import ProgressLine
 from vitray.data.stream.batches import Share
 from vitray.data.stream.decoding import read_rows
@@ -185,7 +186,9 @@ def _replayed(
     stored, classes = read_rows(batch.rows, stream.rows), resolved.dataset.classes
     numbers = [stored[int(row)] for row in batch.rows]
     images = [
-        ReplayedImage(key, classes[label] if run.classification else None, each.loss, each.grad_norm, each.view)
+        ReplayedImage(
+            key, names_of(label, classes) if run.classification else None, each.loss, each.grad_norm, each.view
+        )
         for (_, label, key), each in zip(numbers, look.images, strict=True)
     ]
     images.sort(key=lambda image: image.rank)

@@ -16,7 +16,7 @@ from vitray.config.self_supervised import Lejepa, SelfDistillation, by_data
 from vitray.data.shards import held_out, open_dataset
 from vitray.data.shards.checking import check_sizes
 from vitray.data.shards.manifest import MANIFEST, Dataset
-from vitray.data.stream.balance import ClassDraw
+from vitray.data.stream.balance import ClassDraw, loss_weights
 from vitray.errors import ConfigError, nearest
 from vitray.runs.placement import check_batch
 from vitray.system import storage
@@ -64,7 +64,7 @@ def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
     run, initial, tokenizer = _open_weights(run, dataset)
     teacher = _open_teacher(run, dataset)
     images, val_images, mask = _split_images(run, dataset)
-    run = _completed_by_data(run, images)
+    run = _completed_by_data(run, dataset, images)
     _check_settings(run, dataset, images)
     if not is_known:
         check_sizes(dataset, dict.fromkeys([run.data.train, run.data.evaluated or run.data.train]))
@@ -149,11 +149,24 @@ def _open_weights(run: Run, dataset: Dataset) -> "tuple[Run, InitialWeights | No
     return run, None, None
 
 
-def _completed_by_data(run: Run, images: int) -> Run:
-    """Return the run with the views of its task, and with omitted settings that follow from the number of images."""
+def _completed_by_data(run: Run, dataset: Dataset, images: int) -> Run:
+    """Return the run with the views of its task, and with omitted settings that follow from the images."""
     traits, changes = run.task.traits, dict[str, Any]()
+    if run.classification and run.classification.labels != dataset.labels:
+        if "labels" in run.task.model_fields_set:
+            raise ConfigError(
+                f"task.labels: got {run.classification.labels}, expected {dataset.labels}, as the images of"
+                f" {dataset.url} have"
+            )
+        changes["task.labels"] = dataset.labels
+        if "loss" not in run.task.model_fields_set:
+            changes["task.loss"] = "bce"
     if "views" in traits.needs and run.data.views is None:
         changes["data.views"] = run.data.chosen_views.model_dump(mode="json")
+    if run.classification and not isinstance(weights := run.classification.class_weights, tuple) and weights != "none":
+        split = dataset.splits[run.data.train]
+        found = loss_weights(weights, np.array(split.class_counts), split.rows, dataset.classes, dataset.labels)
+        changes["task.class_weights"] = [float(f"{weight:.6g}") for weight in found]
     if traits.by_data:
         row = by_data(images)
         changes |= {f"task.{name}": value for name, value in row.of_task().items() if getattr(run.task, name) is None}

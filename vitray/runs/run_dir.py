@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     model_bytes: int | None
     """Bytes of the stored tensors; a delta counts only its own."""
     val_top1: float | None
-    """Score of the weights in the model folder; None without classes."""
+    """Score of the weights in the model folder; None without classes, and of several labels an image."""
     val_loss: float | None
     """Loss of the same weights."""
     mlflow_run: str | None
@@ -59,6 +59,8 @@ class Outcome(NamedTuple):
     """Seconds from the call to: ray, workers, first step."""
     best_step: int | None = None
     """The step of the best evaluation; None without one."""
+    val_map: float | None = None
+    """Mean average precision of the same weights, of several labels an image."""
     promotion: str | None = None
     """The result of tracking.promote in words; None without it, and of a run that was finished before."""
 

@@ -69,7 +69,7 @@ class BestCheckpoint:
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> Best | None:
         """Note the metrics of a step; return its scores if they are the best and its checkpoint is complete."""
-        score = "top1" if "best/val_top1" in values else "loss"
+        score = next((name for name in ("top1", "map") if f"best/val_{name}" in values), "loss")
         best = values.get(f"best/val_{score}")
         # Those of the averaged weights count, if there are any.
         own = values.get(f"val/{score}_ema", values.get(f"val/{score}"))
@@ -262,6 +262,7 @@ class RunLogger:
             images_per_second=speed,
             start={stage: round(seconds, 2) for stage, seconds in self._stages.items()},
             best_step=result.best_step,
+            val_map=result.val_map,
         )
         # Written last, because it marks the run as finished.
         content = outcome._asdict() | {"curves": self._history, "device_seconds": costs["cost/device_seconds"]}
@@ -446,10 +447,20 @@ class RunLogger:
         classes = self._resolved.dataset.classes
         attention = [None] * len(examples.images) if examples.attention is None else examples.attention
         columns = (examples.images, examples.labels, examples.predicted, examples.probabilities, attention)
-        drawn = [
-            Prediction(image, classes[label], classes[predicted], float(probability), attention)
-            for image, label, predicted, probability, attention in zip(*columns, strict=True)
-        ]
+        if self._run.has_several_labels:
+
+            def names(flags_K: np.ndarray) -> str:
+                return ", ".join(classes[label] for label in np.flatnonzero(flags_K)) or "none"
+
+            drawn = [
+                Prediction(image, names(states == 1), names(predicted & (states >= 0)), None, attention)
+                for image, states, predicted, _, attention in zip(*columns, strict=True)
+            ]
+        else:
+            drawn = [
+                Prediction(image, classes[label], classes[predicted], float(probability), attention)
+                for image, label, predicted, probability, attention in zip(*columns, strict=True)
+            ]
         if self._is_first_picture(step):
             known = [each._replace(predicted=None) for each in drawn]
             title = f"step 0: the images and their classes; the first predictions are of step {step:,}"

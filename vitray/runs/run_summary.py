@@ -137,13 +137,14 @@ def _part(data: Data) -> list[str]:
 def end_block(val_images: int, outcome: Outcome, costs: dict[str, float], saved: SavedModel) -> dict[str, str]:
     """Return score, cost and model folder by name."""
     images = f"{val_images:,} images"
-    match outcome.val_top1, outcome.val_loss:
-        case None, None:
-            score = {"val": "not evaluated"}
-        case None, loss:
-            score = {"val loss": f"{loss:.4f} of {images}"}
-        case top1, _:
-            score = {"val top-1": f"{top1:.2%} of {images}"}
+    if outcome.val_top1 is not None:
+        score = {"val top-1": f"{outcome.val_top1:.2%} of {images}"}
+    elif outcome.val_map is not None:
+        score = {"val mAP": f"{outcome.val_map:.2%} of {images}"}
+    elif outcome.val_loss is not None:
+        score = {"val loss": f"{outcome.val_loss:.4f} of {images}"}
+    else:
+        score = {"val": "not evaluated"}
     cost = f"{clock(costs['cost/device_seconds'])} of device time, {costs['cost/flops']:.2e} FLOPs"
     delta = f", a delta: {saved.bytes / 1e6:.3g} MB, {saved.share:.1%} of the network"
     return {

@@ -75,7 +75,11 @@ class SavedRun:
         last = self._checkpoints[-1] if self._checkpoints else 0
         facts: dict[str, Any] = {"state": f"not finished; the last checkpoint is of step {last:,}", "folder": self.url}
         if self.outcome is not None:
-            scores = {name: self.outcome[name] for name in ("val_top1", "val_loss") if self.outcome[name] is not None}
+            scores = {
+                name: self.outcome[name]
+                for name in ("val_top1", "val_map", "val_loss")
+                if self.outcome.get(name) is not None
+            }
             facts |= {"state": self.outcome["state"], "steps": f"{self.outcome['steps']:,}"}
             facts |= {name: f"{value:.4g}" for name, value in scores.items()}
             facts |= {"model": self.outcome["model"]} if self.outcome["model"] else {}

@@ -166,6 +166,9 @@ def _train(
             return logger.finish(result, None)
         case "finished":
             check_owner(folder.url, folder.owner)
-            saved = save_weights(resolved.run, folder.url, resolved.dataset.classes, resolved.initial)
+            trained = resolved.run
+            if result.thresholds is not None:
+                trained = trained.replace({"task.thresholds": list(result.thresholds)})
+            saved = save_weights(trained, folder.url, resolved.dataset.classes, resolved.initial)
             check_owner(folder.url, folder.owner)  # an upload may take minutes
             return logger.finish(result, saved)

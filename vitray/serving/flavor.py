@@ -163,6 +163,9 @@ def _signature(has_tasks: bool) -> ModelSignature:
     outputs: list[ColSpec | TensorSpec] = [ColSpec(kind, name) for name, kind in scalars]
     outputs.append(ColSpec(Array(DataType.double), "probabilities", required=False))
     outputs.append(ColSpec(ranked, "top", required=False))
+    # Of a network of several labels an image.
+    outputs.append(ColSpec(Array(DataType.string), "labels", required=False))
+    outputs.append(ColSpec(Array(DataType.double), "scores", required=False))
     params = ParamSchema([ParamSpec("top_k", DataType.long, None)])
     return ModelSignature(Schema(list(inputs)), Schema(outputs), params)
 

@@ -70,6 +70,11 @@ _CLASS = {
     "required": ["label", "class", "probability"],
     "properties": {"label": {"type": "integer"}, "class": {"type": "string"}, "probability": {"type": "number"}},
 }
+# Of a network of several labels an image.
+_SEVERAL = {
+    "labels": {"type": "array", "items": {"type": "string"}},
+    "scores": {"type": "array", "items": {"type": "number"}},
+}
 _PREDICTIONS = {
     "type": "object",
     "required": ["task", "model", "predictions"],
@@ -78,7 +83,7 @@ _PREDICTIONS = {
         "model": {"type": "string", "description": "The address of the network that answered."},
         "predictions": {
             "type": "array",
-            "items": {"allOf": [_CLASS, {"properties": {"top": {"type": "array", "items": _CLASS}}}]},
+            "items": {"allOf": [_CLASS, {"properties": {"top": {"type": "array", "items": _CLASS}, **_SEVERAL}}]},
         },
     },
 }

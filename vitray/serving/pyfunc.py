@@ -45,6 +45,8 @@ class ImageClassifier(PythonModel):
     ) -> list[dict[str, Any]]:
         """Return for each image `label`, `class`, `probability`, and all `probabilities` or the `top` k.
 
+        Of a network of several labels an image, also the `labels` that it takes as present, and their `scores`.
+
         The probabilities are a softmax, or one sigmoid per class for a run with loss bce.
         """
         images = _images(model_input)
@@ -61,7 +63,7 @@ class ImageClassifier(PythonModel):
             for index, row_K in enumerate(rows, start):
                 if np.isnan(row_K[0]):
                     raise _invalid(f"image {index}: the network's logits are not finite")
-            answers += [answer(row_K, class_names(each), top_k) for row_K, each in zip(rows, batch, strict=True)]
+            answers += [answer(row_K, each, top_k) for row_K, each in zip(rows, batch, strict=True)]
         return answers
 
     def _members(self, tasks: list[Any]) -> list[Member]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vitray.config.serving import Serving
-from vitray.inference.answers import answer, class_names
+from vitray.inference.answers import answer
 from vitray.serving.hosted import Hosted, Item, logger
 from vitray.serving.request_body import BadRequest
 
@@ -70,11 +70,11 @@ class Replica:
         except BadRequest as bad:
             return {"status": bad.status, "error": bad.message}
         rows = await asyncio.gather(*map(self.batches.answer, items))
-        names, predictions = class_names(member), []
+        predictions = []
         for index, row in enumerate(rows):
             if isinstance(row, str):
                 return {"status": 500, "error": f"task {name}, image {index}: {row}"}
-            predictions.append(answer(row, names, count))
+            predictions.append(answer(row, member, count))
         return {"task": name, "model": source.pinned, "predictions": predictions}
 
     async def tasks(self) -> list[dict[str, Any]]:

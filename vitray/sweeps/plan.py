@@ -28,8 +28,8 @@ from vitray.training.resolved import ResolvedRun
 
 # Files of the folder of a sweep.
 SWEEP_META, REPORT = "sweep.json", "report/index.html"
-# Metrics of every evaluation.
-METRICS = ("val/top1", "val/top5", "val/loss")
+# Metrics of every evaluation, by how many labels an image has.
+METRICS = {"one": ("val/top1", "val/top5", "val/loss", "val/mean_per_class"), "several": ("val/map", "val/loss")}
 # CPUs of a trial's driver process, which only waits for its workers: Tune requires some.
 DRIVER_CPUS = 0.01
 # Settings of the trials that also hold for the stages before them, unless the space sets them.
@@ -133,6 +133,7 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
         raise ConfigError(f"{failed}: every trial starts from a run that failed; --retry-failed starts it again")
     first = resolve(startable) if startable else None
     if first:
+        _check_metric(first.run, space, first.dataset.labels)
         for name, run in zip(points, runs, strict=True):
             if _images_of(run) == _images_of(first.run):  # a trial on other images is checked when it starts
                 try:
@@ -160,13 +161,23 @@ def _images_of(run: Run) -> tuple[object, ...]:
     return run.data.url, run.data.train, run.data.held_out
 
 
-def _check_goal(run: Run, space: Space) -> None:
-    """Refuse a goal that no evaluation measures, and a scheduler whose scores would come too late."""
+def _check_metric(run: Run, space: Space, *labels: str) -> None:
+    """Refuse a goal that no evaluation of images with so many labels measures."""
     metric = space.goal.metric
-    measured = METRICS if run.model.num_classes is not None else ("val/loss",)
+    measured = ("val/loss",)
+    if run.model.num_classes is not None:
+        measured = tuple(dict.fromkeys(name for each in labels for name in METRICS[each]))
     known = measured + tuple(f"{name}_ema" for name in measured if run.optim.ema)
     if metric not in known:
-        raise ConfigError(f"goal.metric: got {metric!r}, expected one of {', '.join(known)}{nearest(metric, known)}")
+        several = ", as an image has several labels" if labels == ("several",) else ""
+        raise ConfigError(
+            f"goal.metric: got {metric!r}, expected one of {', '.join(known)}{several}{nearest(metric, known)}"
+        )
+
+
+def _check_goal(run: Run, space: Space) -> None:
+    """Refuse a goal that no evaluation measures, and a scheduler whose scores would come too late."""
+    _check_metric(run, space, *METRICS)  # the dataset decides which
     if run.data.evaluated is None:
         raise ConfigError("data.val: got null, expected a split to score the trials on")
     if space.scheduler.traits.is_population and run.checkpoint.every != run.evaluate.every:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitray.config import Run
 from vitray.config.augmentation import Normalize
-from vitray.config.classification import Distillation, Finetune, Supervised
+from vitray.config.classification import Asymmetric, Distillation, Finetune, Supervised
 from vitray.models.network import AnyNetwork, build_network
 from vitray.models.products import Products
 from vitray.models.vit import TwoHeads, ViT
@@ -27,6 +27,11 @@ class Classification(nn.Module):
         self.settings, self.normalize, self.teacher = run.task, run.data.normalize, teacher
         self.loss = LOSSES[run.task.loss]
         self.vit = build_network(run.model)
+        weights = self.settings.class_weights
+        self.class_weights: Tensor | None
+        """The weight of each class (K), where they differ."""
+        has_weights = isinstance(weights, tuple)
+        self.register_buffer("class_weights", torch.tensor(weights) if has_weights else None, persistent=False)
 
     def forward(self, images_BCHW: Tensor, targets_BK: Tensor) -> Tensor:
         """Return the mean loss over the batch."""
@@ -76,26 +81,74 @@ class Classification(nn.Module):
 
     def label_loss(self, logits_BK: Tensor, targets_BK: Tensor) -> Tensor:
         """Return the mean loss of logits by the labels."""
-        return self.loss.of_labels(logits_BK, targets_BK, self.settings.smoothing)
+        return self.loss.of_labels(logits_BK, targets_BK, self.settings, self.class_weights)
 
 
 # ---- losses of classes, a row each -----------------------------------------------------------------------------------
 
 
-def soft_cross_entropy(logits_BK: Tensor, targets_BK: Tensor, smoothing: float) -> Tensor:
-    """Return the mean cross-entropy with soft targets, computed in float32."""
-    return F.cross_entropy(logits_BK.float(), targets_BK.float(), label_smoothing=smoothing)
+Labeled = Supervised | Finetune
 
 
-def binary_cross_entropy(logits_BK: Tensor, targets_BK: Tensor, smoothing: float) -> Tensor:
-    """Return the mean binary cross-entropy over images and classes, computed in float32.
+def soft_cross_entropy(logits_BK: Tensor, targets_BK: Tensor, task: Labeled, weights_K: Tensor | None = None) -> Tensor:
+    """Return the mean cross-entropy with soft targets, computed in float32; each class's term has its weight.
+
+    Of several labels, the present classes have equal shares of the target, an unknown class is none of the softmax's,
+    and an image without a label has no loss. The mean is over all images.
+    """
+    logits_BK, targets_BK = logits_BK.float(), targets_BK.float()
+    if task.labels == "one":
+        return F.cross_entropy(logits_BK, targets_BK, weights_K, label_smoothing=task.smoothing)
+    is_known_BK = ~targets_BK.isnan()
+    targets_BK = targets_BK.nan_to_num(0.0)
+    total_B1 = targets_BK.sum(1, keepdim=True)
+    even_BK = is_known_BK / is_known_BK.sum(1, keepdim=True).clamp(min=1)
+    shares_BK = (1 - task.smoothing) * targets_BK / total_B1.clamp(min=1e-12) + task.smoothing * even_BK
+    # Finite, as infinity times a share of zero would be NaN.
+    log_p_BK = logits_BK.masked_fill(~is_known_BK, torch.finfo(torch.float32).min / 2).log_softmax(1)
+    if weights_K is not None:
+        log_p_BK = log_p_BK * weights_K
+    return -((shares_BK * log_p_BK).masked_fill(~is_known_BK, 0.0).sum(1) * (total_B1[:, 0] > 0)).mean()
+
+
+def smoothed_presence(targets_BK: Tensor, task: Labeled) -> tuple[Tensor, Tensor]:
+    """Return the targets of a loss of each class, and weights that are 0 where a class is unknown.
 
     Every class with a share of a mixed target counts as present. Smoothing is applied afterwards. DeiT's code applies
     it before, so that every class counts as present (`--bce-loss --smoothing 0.1`).
     """
     present_BK = (targets_BK > 0).float()
-    smoothed_BK = (1 - smoothing) * present_BK + smoothing / present_BK.shape[1]
-    return F.binary_cross_entropy_with_logits(logits_BK.float(), smoothed_BK)
+    return (1 - task.smoothing) * present_BK + task.smoothing / present_BK.shape[1], (~targets_BK.isnan()).float()
+
+
+def binary_cross_entropy(
+    logits_BK: Tensor, targets_BK: Tensor, task: Labeled, weights_K: Tensor | None = None
+) -> Tensor:
+    """Return the mean binary cross-entropy over all images and classes, computed in float32; a present class has its
+    weight.
+
+    An unknown class adds nothing to the sum: the number that divides it is the same in every batch.
+    """
+    smoothed_BK, known_BK = smoothed_presence(targets_BK, task)
+    return F.binary_cross_entropy_with_logits(logits_BK.float(), smoothed_BK, known_BK, pos_weight=weights_K)
+
+
+def asymmetric_loss(logits_BK: Tensor, targets_BK: Tensor, task: Labeled, weights_K: Tensor | None = None) -> Tensor:
+    """Return the mean asymmetric loss over all images and classes, computed in float32; unknown ones add nothing, and a
+    present class has its weight."""
+    settings, logits_BK = task.asymmetric or Asymmetric(), logits_BK.float()
+    smoothed_BK, known_BK = smoothed_presence(targets_BK, task)
+    p_BK = logits_BK.sigmoid()
+    present_BK = -((1 - p_BK) ** settings.focus_present) * F.logsigmoid(logits_BK)
+    if weights_K is not None:
+        present_BK = present_BK * weights_K
+    if settings.shift:
+        q_BK = (p_BK - settings.shift).clamp(min=0)
+        log_not_q_BK = (1 - q_BK).log()
+    else:
+        q_BK, log_not_q_BK = p_BK, F.logsigmoid(-logits_BK)
+    absent_BK = -(q_BK**settings.focus_absent) * log_not_q_BK
+    return ((smoothed_BK * present_BK + (1 - smoothed_BK) * absent_BK) * known_BK).mean()
 
 
 def softmax_of_peer(logits_BK: Tensor, peer_logits_BK: Tensor) -> Tensor:
@@ -111,8 +164,9 @@ def sigmoids_of_peer(logits_BK: Tensor, peer_logits_BK: Tensor) -> Tensor:
 class Loss(NamedTuple):
     """The functions of a loss, each computed in float32."""
 
-    of_labels: Callable[[Tensor, Tensor, float], Tensor]
-    """Of logits, soft targets and label smoothing."""
+    of_labels: Callable[[Tensor, Tensor, Labeled, Tensor | None], Tensor]
+    """Of logits, and of soft targets, which are NaN for an unknown class; by the settings of the task, and by the
+    weights of the classes, if they differ."""
     of_peer: Callable[[Tensor, Tensor], Tensor]
     """Of logits and another network's logits, which have no gradient, without label smoothing."""
 
@@ -120,6 +174,7 @@ class Loss(NamedTuple):
 LOSSES = {
     "softmax": Loss(soft_cross_entropy, softmax_of_peer),
     "bce": Loss(binary_cross_entropy, sigmoids_of_peer),
+    "asymmetric": Loss(asymmetric_loss, sigmoids_of_peer),
 }
 
 

@@ -29,6 +29,7 @@ PANELS = {
     "loss": ("train/loss",),
     "perplexity of the codes": ("train/perplexity", "val/perplexity"),
     "top1": ("val/top1", "val/top1_ema"),
+    "mAP": ("val/map", "val/map_ema"),
     "learning rate": ("train/lr",),
     "images per second": ("train/images_per_second",),
 }

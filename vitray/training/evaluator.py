@@ -11,7 +11,14 @@ from vitray.config import Run
 from vitray.data.stream.batches import Share
 from vitray.data.stream.prefetch import Prefetcher, new_broadcast
 from vitray.data.stream.stream import Stream
-from vitray.metrics.scores import EvaluationSet, Score, broadcast_buffers, evaluate, evaluate_loss
+from vitray.metrics.scores import (
+    EvaluationSet,
+    Score,
+    broadcast_buffers,
+    evaluate,
+    evaluate_labels,
+    evaluate_loss,
+)
 from vitray.models.probabilities import probability_of
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tasks.build import Task, build_task
@@ -137,7 +144,8 @@ class Scorer:
         data = EvaluationSet(batches, val.images, run.data.normalize, lambda: list(val.corrupt))
         if run.classification:
             classes = run.model.num_classes or 0
-            score = evaluate(self._forward, data, classes, device, precision, probability_of(run))
+            scored = evaluate_labels if run.has_several_labels else evaluate
+            score = scored(self._forward, data, classes, device, precision, probability_of(run))
             score = score._replace(examples=self._examples and self._examples.look(task.vit))
         else:
             score = evaluate_loss(task, run.task.traits, data, device, precision, self._forward)
@@ -158,8 +166,7 @@ def log_scores(finished: Iterator[tuple[int, list[Score]]], run: Run, state: Tra
             few = ", ".join(corrupt[:5]) + (f" and {len(corrupt) - 5} more" if len(corrupt) > 5 else "")
             host.send(Note(f"{len(corrupt)} evaluated images could not be decoded and are not scored: {few}"))
         state.add_scores(step, scores)
-        best = {"best/val_top1": state.best_top1, "best/val_loss": state.best_loss}
-        values = {name: value for name, value in best.items() if value is not None}
+        values = {f"best/val_{name}": value for name, value in state.best.items()}
         for score, suffix in zip(scores, ("", "_ema"), strict=False):
             values |= score.metrics(suffix)
         host.send(state.recorded(step, values))

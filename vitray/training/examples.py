@@ -12,6 +12,7 @@ from vitray.inference.images import split_images
 from vitray.inspection.attention import attention_maps
 from vitray.inspection.report.subjects import at_even_distances
 from vitray.metrics.arrays import Examples
+from vitray.metrics.multilabel import THRESHOLD
 from vitray.models.network import AnyNetwork
 from vitray.models.probabilities import probabilities_of, probability_of
 from vitray.models.vit import ViT
@@ -43,8 +44,12 @@ class ExampleImages:
         else:
             logits_BK = vit(images_BCHW)
         vit.train(was_training)
-        probability_B, predicted_B = probabilities_of(logits_BK, probability_of(self._resolved.run)).max(1)
-        arrays = (predicted_B.cpu().numpy(), probability_B.cpu().numpy(), attention_BRQ)
+        probabilities_BK = probabilities_of(logits_BK, probability_of(self._resolved.run))
+        if self._resolved.run.has_several_labels:
+            probabilities, predicted = probabilities_BK, probabilities_BK >= THRESHOLD
+        else:
+            probabilities, predicted = probabilities_BK.max(1)
+        arrays = (predicted.cpu().numpy(), probabilities.cpu().numpy(), attention_BRQ)
         return Examples(self._images, self._labels, *arrays)
 
 

@@ -144,5 +144,5 @@ def rewind(run_dir: str, learner: Learner, host: Host, state: TrainState, broken
         earlier.best_knn, earlier.best_knn_step = state.best_knn, state.best_knn_step
     # The best score may be of a separate evaluation that finished after that checkpoint was written.
     if state.best_step is not None and state.best_step <= earlier.step:
-        earlier.best_top1, earlier.best_loss, earlier.best_step = state.best_top1, state.best_loss, state.best_step
+        earlier.best, earlier.best_step = state.best, state.best_step
     return earlier

@@ -342,6 +342,8 @@ def finish(worker: Worker, progress: Progress, ending: Ending) -> WorkerResult:
         seconds=state.seconds,
         workers=host.workers,
         val_top1=state.latest.top1 if state.latest else None,
+        val_map=state.latest.map if state.latest else None,
+        thresholds=state.latest.thresholds if state.latest else None,
         val_loss=state.latest.loss if state.latest else None,
         best_step=state.best_step,
         corrupt=list(worker.train.corrupt),

@@ -125,6 +125,9 @@ class WorkerResult(NamedTuple):
     """Training time, without evaluations."""
     workers: int = 1
     val_top1: float | None = None
+    val_map: float | None = None
+    thresholds: Sequence[float] | None = None
+    """Of several labels an image: those of the last evaluation."""
     val_loss: float | None = None
     best_step: int | None = None
     """The step of the best evaluation."""

@@ -24,9 +24,8 @@ class TrainState:
     losses: list[float] = field(default_factory=list)
     """Losses since the last record."""
     recent: list[float] = field(default_factory=list)
-    best_top1: float | None = None
-    best_loss: float | None = None
-    """Used instead of the best top-1 by tasks without classes."""
+    best: dict[str, float] = field(default_factory=dict)
+    """The best score so far by its name: top1, map of several labels an image, loss of tasks without classes."""
     best_step: int | None = None
     skipped: list[int] = field(default_factory=list)
     """Steps with a broken loss, left out since; counted from 0, as in random numbers."""
@@ -69,12 +68,11 @@ class TrainState:
 
     def add_scores(self, step: int, scores: list[Score]) -> None:
         """Update the best score; with averaged weights, theirs counts, which comes last."""
-        self.latest = latest = scores[-1]
-        if latest.top1 is None:
-            if self.best_loss is None or latest.loss < self.best_loss:
-                self.best_loss, self.best_step = latest.loss, step
-        elif self.best_top1 is None or latest.top1 > self.best_top1:
-            self.best_top1, self.best_step = latest.top1, step
+        self.latest = scores[-1]
+        name, value = self.latest.main
+        sign = -1 if name == "loss" else 1
+        if name not in self.best or sign * value > sign * self.best[name]:
+            self.best, self.best_step = {name: value}, step
 
     def check_collapse(self, step: int, values: Mapping[str, float], guard: Guard) -> str | None:
         """Return how the features have collapsed at a step by its probes or scores; update the best kNN accuracy."""

@@ -77,7 +77,8 @@ class Prediction(NamedTuple):
     true: str
     predicted: str | None
     """None before the first evaluation: only the image and its class are drawn."""
-    probability: float
+    probability: float | None
+    """None where several classes are predicted."""
     attention: np.ndarray | None
     """None for a network without attention rollout."""
 
@@ -98,7 +99,8 @@ def prediction_sheet(predictions: Sequence[Prediction], title: str) -> bytes:
         if each.predicted is not None:
             if each.attention is not None:
                 _place(sheet, attention_overlay(np.ascontiguousarray(each.image), each.attention), (x, y + CELL + GAP))
-            draw.text((x, below), f"{_shortened(each.predicted)[:14]} {each.probability:.0%}", color, small)
+            share = "" if each.probability is None else f" {each.probability:.0%}"
+            draw.text((x, below), _shortened(each.predicted)[: 18 - len(share)] + share, color, small)
     png = io.BytesIO()
     sheet.save(png, "PNG")
     return png.getvalue()

@@ -92,13 +92,16 @@ class Mixing(NamedTuple):
 def prepare_batch(
     images_BHWC: Tensor, labels_B: Tensor, settings: BatchSettings, seed: int, step: int, rows: BatchRows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return training images (BCHW, float32) and their mixed targets (BK); without `rows`, of the whole batch."""
+    """Return training images (BCHW, float32) and their mixed targets (BK); without `rows`, of the whole batch.
+
+    Labels are classes, or the states of all classes (BK); the target of an unknown class is NaN.
+    """
     augment, mix, normalize, num_classes, shape = settings
     rows = rows or BatchRows(np.arange(len(images_BHWC)), len(images_BHWC))
     images_BCHW = normalized(images_BHWC, normalize)
     if shape is not None:
         images_BCHW = F.interpolate(images_BCHW, size=shape, mode="bilinear", antialias=True)
-    targets_BK = one_hot(labels_B, num_classes)
+    targets_BK = targets_of(labels_B, num_classes)
     if augment.erase:
         erase_rectangles(images_BCHW, augment.erase, rows, step_generator(seed, step, "erase"))
     if mix.is_mixing:
@@ -123,6 +126,16 @@ def normalized(images_BHWC: Tensor, normalize: Normalize) -> Tensor:
 def _per_channel(values: tuple[float, float, float], device: torch.device) -> Tensor:
     """Return one value per channel on the scale of bytes. A device gets one copy, because the host waits for it."""
     return torch.tensor(values).mul(255).view(3, 1, 1).to(device)
+
+
+def targets_of(labels_B: Tensor, num_classes: int) -> Tensor:
+    """Return the targets (BK) of classes, or of the states of all classes (BK): NaN where a class is unknown."""
+    return one_hot(labels_B, num_classes) if labels_B.ndim == 1 else known_or_nan(labels_B)
+
+
+def known_or_nan(states_BK: Tensor) -> Tensor:
+    """Return states of classes as floats: 1 for a present class, 0 for an absent one, NaN for an unknown one."""
+    return torch.where(states_BK < 0, torch.nan, states_BK.float())
 
 
 def one_hot(labels_B: Tensor, num_classes: int) -> Tensor:
@@ -192,7 +205,9 @@ def mix_rows(images_BCHW: Tensor, targets_BK: Tensor, mixing: Mixing, partner_B:
     is_inside_BHW = is_high_BH[:, :, None] & is_wide_BW[:, None]
     kept_BHW = torch.where(is_inside_BHW, inside_B1[:, :, None], 1.0)
     mixed_BCHW = torch.lerp(images_BCHW[index_B], images_BCHW, kept_BHW[:, None])
-    return mixed_BCHW, targets_BK * share_B1 + targets_BK[index_B] * partner_share_B1
+    # A class is unknown if it is so in either image, unless that image has no share.
+    own_BK = torch.where(share_B1 == 0, 0.0, targets_BK * share_B1)
+    return mixed_BCHW, own_BK + torch.where(partner_share_B1 == 0, 0.0, targets_BK[index_B] * partner_share_B1)
 
 
 # ---- erasing ---------------------------------------------------------------------------------------------------------

@@ -1,17 +1,21 @@
-"""The built-in demo data: a textured shape on a cluttered background, as a function of (index, seed).
+"""The built-in demo data: a textured shape on a cluttered background, or several, as a function of (index, seed).
 
-Every image has two labels, shape and texture, so that one task transfers to the other. Place, size and rotation vary
+Every image of one shape has two labels, shape and texture, so that one task transfers to the other. A scene has two to
+four shapes that differ, each of which is one of its labels. Place, size and rotation vary
 enough to blur the mean of a class, so that a linear model fails, but a small ViT learns the task in minutes. Pixels
 use only arithmetic that IEEE 754 rounds exactly (no sine, no matrix product): bytes are the same on every machine.
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from io import BytesIO
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
+
+from vitray.data.shards.label_lists import LabelList
 
 Floats = NDArray[np.floating]
 
@@ -49,18 +53,45 @@ SHAPES = {
     "bolt": [(0.25, -1.1), (-0.75, 0.2), (-0.1, 0.2), (-0.35, 1.1), (0.75, -0.3), (0.1, -0.3), (0.65, -1.1)],
 }
 TEXTURES = ("plain", "stripes", "checks", "dots", "rings", "zigzag", "bricks", "blotches")
-CLASSES = {"shape": tuple(SHAPES), "texture": TEXTURES}
+CLASSES = {"shape": tuple(SHAPES), "texture": TEXTURES, "scene": tuple(SHAPES)}
 """Class names of each task, in the order of its labels."""
 
 
-def demo_item(index: int, seed: int, image_size: int, task: str) -> tuple[bytes, int]:
-    """Return one image as JPEG and its label for a task; the image is the same for every task."""
+def demo_item(index: int, seed: int, image_size: int, task: str, rarity: float = 1) -> tuple[bytes, int | LabelList]:
+    """Return one image as JPEG and its label for a task; the image is the same for shape and texture.
+
+    `rarity`: how many times more often the first shape appears than the last one.
+    """
+    rng = np.random.default_rng([seed, 1, index])
     deal, place = divmod(index, len(SHAPES) * len(TEXTURES))
     shape, texture = divmod(_dealt(seed, deal)[place], len(TEXTURES))
-    image = _draw(CLASSES["shape"][shape], TEXTURES[texture], image_size, np.random.default_rng([seed, 1, index]))
+    # The chance of each shape, the first one's being 1; powers are rounded, as those of C libraries may differ.
+    chances = [round(rarity ** (-number / (len(SHAPES) - 1)), 6) for number in range(len(SHAPES))]
+    if task == "scene":
+        shapes = _scene_shapes(rng, chances)
+        image, label = _draw_scene([list(SHAPES)[each] for each in shapes], image_size, rng), LabelList(shapes)
+    else:
+        if rarity > 1:
+            shape = _chosen(np.random.default_rng([seed, 2, index]), chances)
+        image = _draw(CLASSES["shape"][shape], TEXTURES[texture], image_size, rng)
+        label = shape if task == "shape" else texture
     file = BytesIO()
     image.save(file, "JPEG", quality=90, subsampling=0)
-    return file.getvalue(), shape if task == "shape" else texture
+    return file.getvalue(), label
+
+
+def _chosen(rng: np.random.Generator, chances: Sequence[float]) -> int:
+    """Return a number, drawn by its chance in proportion to the others'."""
+    return int(np.searchsorted(np.cumsum(chances), rng.random() * sum(chances), side="right"))
+
+
+def _scene_shapes(rng: np.random.Generator, chances: Sequence[float]) -> tuple[int, ...]:
+    """Return two to four shapes that differ, ascending."""
+    left, shapes = list(chances), list[int]()
+    for _ in range(int(rng.integers(2, 5))):
+        shapes.append(_chosen(rng, left))
+        left[shapes[-1]] = 0.0
+    return tuple(sorted(shapes))
 
 
 @lru_cache(maxsize=64)
@@ -71,29 +102,64 @@ def _dealt(seed: int, deal: int) -> list[int]:
 
 def _draw(shape: str, texture: str, size: int, rng: np.random.Generator) -> Image.Image:
     """Draw clouds, distractors, a shadow, the textured shape, light from one side, and noise."""
-    axis = ((np.arange(size, dtype=np.float32) + 0.5) * np.float32(2 / size)) - 1
-    x, y = axis[None, :], axis[:, None]
     # Shapes are lighter than the ground: with 10 % darker ones, a small ViT reached 69 % in 4 epochs, not 83 %.
     ground, body = np.array([72, 204], np.float32)[:, None, None, None] + _uniform(rng, -32, 32, (2, 3, 1, 1))
     mark = body - 45 + _uniform(rng, -16, 16, (3, 1, 1))
-
-    clouds = _clouds(size, 5, rng)
-    canvas = ground + clouds * 16 + clouds[:1] * 28
-    for _ in range(3):
-        turn, across, down = rng.uniform(-1, 1, 3)
-        scribble = _turned(_scribble(rng), turn, across, down, rng.uniform(0.1, 0.25))
-        canvas = _over(canvas, _mask(scribble, size), _uniform(rng, 20, 235, (3, 1, 1)))
-
+    canvas = _cluttered(ground, 3, size, rng)
     turn, radius = rng.uniform(-0.08, 0.08), rng.uniform(0.52, 0.74)
     across, down = rng.uniform(-1, 1, 2) * (0.98 - radius)
     outline = _turned(SHAPES[shape], turn, across, down, radius)
+    return _finished(_with_shape(canvas, outline, (across, down), texture, (body, mark), rng), rng)
+
+
+def _draw_scene(shapes: Sequence[str], size: int, rng: np.random.Generator) -> Image.Image:
+    """Draw some shapes beside each other, each with a texture and colors of its own."""
+    canvas = _cluttered(72 + _uniform(rng, -32, 32, (3, 1, 1)), 2, size, rng)
+    quarters = rng.permutation(4)
+    for shape, quarter in zip(rng.permutation(list(shapes)).tolist(), quarters, strict=False):
+        body = 204 + _uniform(rng, -32, 32, (3, 1, 1))
+        mark = body - 45 + _uniform(rng, -16, 16, (3, 1, 1))
+        turn, radius = rng.uniform(-0.08, 0.08), rng.uniform(0.34, 0.44)
+        down, across = (np.array(divmod(int(quarter), 2)) - 0.5) + rng.uniform(-0.08, 0.08, 2)
+        outline = _turned(SHAPES[shape], turn, across, down, radius)
+        texture = TEXTURES[int(rng.integers(len(TEXTURES)))]
+        canvas = _with_shape(canvas, outline, (across, down), texture, (body, mark), rng)
+    return _finished(canvas, rng)
+
+
+def _cluttered(ground: Floats, scribbles: int, size: int, rng: np.random.Generator) -> Floats:
+    """Return clouds of a color with distractors."""
+    clouds = _clouds(size, 5, rng)
+    canvas = ground + clouds * 16 + clouds[:1] * 28
+    for _ in range(scribbles):
+        turn, across, down = rng.uniform(-1, 1, 3)
+        scribble = _turned(_scribble(rng), turn, across, down, rng.uniform(0.1, 0.25))
+        canvas = _over(canvas, _mask(scribble, size), _uniform(rng, 20, 235, (3, 1, 1)))
+    return canvas
+
+
+def _with_shape(
+    canvas: Floats,
+    outline: Floats,
+    place: tuple[float, float],
+    texture: str,
+    colors: tuple[Floats, Floats],
+    rng: np.random.Generator,
+) -> Floats:
+    """Return a canvas with a shape over its shadow."""
+    size, (across, down), (body, mark) = canvas.shape[-1], place, colors
+    axis = ((np.arange(size, dtype=np.float32) + 0.5) * np.float32(2 / size)) - 1
+    x, y = axis[None, :], axis[:, None]
     canvas = canvas * (1 - 0.4 * _mask(outline + _uniform(rng, 0.03, 0.09, (1, 2)), size))
     pattern = _pattern(texture, x - np.float32(across), y - np.float32(down), size, rng)
     slope = _uniform(rng, -0.2, 0.2, (2, 1, 1))
     light = 1 + x * slope[0] + y * slope[1]
-    canvas = _over(canvas, _mask(outline, size), (body + (mark - body) * pattern) * light)
+    return _over(canvas, _mask(outline, size), (body + (mark - body) * pattern) * light)
 
-    canvas += rng.integers(-10, 11, canvas.shape, dtype=np.int8)
+
+def _finished(canvas: Floats, rng: np.random.Generator) -> Image.Image:
+    """Return a canvas with noise as an image."""
+    canvas = canvas + rng.integers(-10, 11, canvas.shape, dtype=np.int8)
     pixels = np.clip(canvas, 0, 255).astype(np.uint8)
     return Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
 

@@ -30,46 +30,52 @@ def _numbers(dataset: Dataset, split: str, fold: Fold) -> np.ndarray:
         known = ", ".join(dataset.others) or "none"
         keep = f"`vitray shard ... 'columns=[{fold.group}]'` keeps one of the source"
         raise ConfigError(f"data.fold.group: got {fold.group}, and the columns of {dataset.url} are {known}; {keep}")
-    keys, labels = list(row_keys(dataset, split)), np.array(column(dataset.columns.label), np.int64)
+    keys, labels = list(row_keys(dataset, split)), column(dataset.columns.label)
+    lists = [each or () if dataset.labels == "several" else (each,) for each in labels]
     groups = None if fold.group is None else column(fold.group)
-    numbers = fold_numbers(keys, labels, fold.of, groups)
-    for label in np.unique(labels).tolist():
-        if len(found := np.unique(numbers[labels == label])) == 1:
+    numbers = fold_numbers(keys, lists, fold.of, groups)
+    found: dict[int, set[int]] = {}
+    for number, classes in zip(numbers.tolist(), lists, strict=True):
+        for label in classes:
+            found.setdefault(label, set()).add(number)
+    for label, folds in sorted(found.items()):
+        if len(folds) == 1:
             alone, name = "one group" if groups else "one image", dataset.classes[label]
             raise ConfigError(
-                f"data.fold: all images of class {name} are in fold {found[0]}, so that a run on the others does not"
+                f"data.fold: all images of class {name} are in fold {min(folds)}, so that a run on the others does not"
                 f" learn it; expected classes of more than {alone}"
             )
     return numbers
 
 
 def fold_numbers(
-    keys: Sequence[str], labels: np.ndarray, of: int, groups: Sequence[object] | None = None
+    keys: Sequence[str], labels: Sequence[Sequence[int]], of: int, groups: Sequence[object] | None = None
 ) -> np.ndarray:
     """Return the fold of each image: folds of equal sizes, with equal shares of each class.
 
-    The folds depend on the set of images, not on their order. Without groups, the images of a class are dealt to the
-    folds in the order of a hash of their keys, each class from where the one before it ended: the counts of a class
-    differ by at most one, and so do those of all images. With groups, which may be of any size, each goes as a whole,
-    the largest first, to the fold whose shares of its classes are the smallest.
+    The folds depend on the set of images, not on their order. Images of one class each and without groups are dealt to
+    the folds in the order of a hash of their keys, each class from where the one before it ended: the counts of a class
+    differ by at most one, and so do those of all images. Groups, which may be of any size, and images of several
+    classes go as a whole, the largest first, to the fold whose shares of their classes are the smallest.
     """
-    if groups is None:
-        order = sorted(range(len(keys)), key=lambda row: (int(labels[row]), _hash(keys[row]), keys[row]))
+    if groups is None and all(len(each) == 1 for each in labels):
+        order = sorted(range(len(keys)), key=lambda row: (labels[row][0], _hash(keys[row]), keys[row]))
         numbers = np.empty(len(keys), np.int64)
         numbers[order] = np.arange(len(keys)) % of
         return numbers
     members: dict[str, list[int]] = {}
-    for row, group in enumerate(groups):
+    for row, group in enumerate(groups or [None] * len(keys)):
         # An image without a group is one of its own.
         members.setdefault(f"key {keys[row]}" if group is None else f"group {group}", []).append(row)
     if len(members) < of:
         raise ConfigError(f"data.fold.of: got {of}, expected at most {len(members)}, the number of groups")
-    total = np.maximum(1, np.bincount(labels))
+    total = np.maximum(1, np.bincount(_joined(labels)))
     counts, sizes = np.zeros((of, len(total))), np.zeros(of, np.int64)
     numbers = np.empty(len(keys), np.int64)
-    for name in sorted(members, key=lambda name: (-len(members[name]), _hash(name), name)):
+    weights = {name: sum(map(len, (labels[row] for row in rows))) for name, rows in members.items()}
+    for name in sorted(members, key=lambda name: (-len(members[name]), -weights[name], _hash(name), name)):
         rows = members[name]
-        own = np.bincount(labels[rows], minlength=len(total))
+        own = np.bincount(_joined([labels[row] for row in rows]), minlength=len(total))
         present = np.flatnonzero(own)
         # What the sum of squared shares grows by.
         shares, added = counts[:, present] / total[present], own[present] / total[present]
@@ -79,6 +85,10 @@ def fold_numbers(
         sizes[fold] += len(rows)
         numbers[rows] = fold
     return numbers
+
+
+def _joined(labels: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.array([label for each in labels for label in each], np.int64)
 
 
 def _hash(text: str) -> int:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
+from vitray.data.shards.label_lists import LabelList
 from vitray.data.shards.options import Kind, ShardRequest
 from vitray.data.shards.sources import REJECTS, Listing, Reject, SourceEntry, read_items
 from vitray.data.shards.tables import read_table
@@ -29,7 +30,7 @@ WORK = ".work"
 # Part of every name: other versions may encode or lay out bytes differently.
 VERSIONS = (1, PIL.__version__, pa.__version__)
 # Kinds of sources whose images are byte ranges of a file; those of the others are copied.
-IN_PLACE = {"folder", "index", "tar"}
+IN_PLACE = {"folder", "index", "coco", "tar"}
 
 # Kinds of sources with many images in a file.
 MANY_IN_A_FILE = {"tar", "parquet", "cifar", "idx"}
@@ -40,6 +41,8 @@ INSPECTED = pa.schema(
     + [(name, pa.int64()) for name in ("label", "start", "size")]
     + [(name, pa.int32()) for name in ("width", "height")]
     + [("moments", pa.list_(pa.int64())), ("fingerprint", pa.binary()), ("others", pa.list_(pa.string()))]
+    # In place of the label, where an image has several.
+    + [("labels", pa.list_(pa.int64())), ("unknown", pa.list_(pa.int64()))]
 )
 REJECTED = pa.schema([(name, pa.string()) for name in Reject._fields])
 
@@ -51,7 +54,7 @@ def inspect_source(request: ShardRequest, listing: Listing, tasks: Tasks) -> tup
     # The settings that, beside the images, decide the result.
     used = {"image", "resize", "quality", "max_pixels"}
     if listing.kind == "demo":
-        used |= {"seed", "image_size", "task"}
+        used |= {"seed", "image_size", "task", "rarity"}
     is_perceptual = request.settings.dedupe == "perceptual"
     inputs = {"kind": listing.kind, "perceptual": is_perceptual, "in_place": request.index_only}
     inputs |= request.settings.model_dump(include=used)
@@ -96,7 +99,11 @@ def inspect_chunk(request: ShardRequest, kind: Kind, items: Sequence[SourceEntry
     copies = bytearray()
     rows = []
     for item, (content, label) in zip(items, read_items(kind, items, request), strict=True):
-        row: dict[str, Any] = {"split": item.split, "name": item.name, "label": label, "others": list(item.others)}
+        row: dict[str, Any] = {"split": item.split, "name": item.name, "others": list(item.others)}
+        if isinstance(label, LabelList):
+            row |= {"labels": list(label.present), "unknown": list(label.unknown or ())}
+        else:
+            row["label"] = label
         rows.append(row)
         try:
             image = decode_with_pillow(content, settings.max_pixels)

@@ -32,6 +32,7 @@ FORMAT = 1
 SPLIT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _Level = Annotated[float, Field(ge=0, le=1)]
 Channels = tuple[_Level, _Level, _Level]
+Labels = Literal["one", "several"]
 
 
 class Shard(Section):
@@ -59,7 +60,7 @@ class Split(Section):
 
     shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
     class_counts: tuple[Annotated[int, Field(ge=0)], ...]
-    """Images per class, in the order of the class names."""
+    """Images per class, in the order of the class names; an image of several classes counts for each."""
 
     @property
     def rows(self) -> int:
@@ -74,6 +75,8 @@ class Columns(Section):
     label: str = "label"
     key: str | None = "key"
     """None for files indexed in place, where (shard, row) is the key."""
+    unknown: str | None = None
+    """Of several labels an image: the classes of which it is not known whether it shows them; None without such."""
 
 
 class Duplicates(Section):
@@ -99,6 +102,8 @@ class Dataset(Section):
 
     format: Literal[1] = FORMAT
     splits: dict[str, Split]
+    labels: Labels = "one"
+    """How many an image has."""
     classes: tuple[Text, ...]
     """Name of each label."""
     mean: Channels
@@ -133,7 +138,8 @@ class Dataset(Section):
             name: [[shard.rows, shard.sha256, shard.row_groups] for shard in split.shards]
             for name, split in self.splits.items()
         }
-        content = json.dumps([self.format, files, self.classes, self.columns.model_dump()], sort_keys=True)
+        columns = self.columns.model_dump(exclude=set() if self.columns.unknown else {"unknown"})
+        content = json.dumps([self.format, files, self.classes, columns], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def part_identity(self, split: str, *part: str) -> str:

@@ -13,13 +13,15 @@ from vitray.errors import ConfigError
 from vitray.system import storage
 
 AnySection = TypeVar("AnySection", bound=Section)
-Kind = Literal["folder", "index", "tar", "parquet", "cifar", "idx", "demo"]
+Kind = Literal["folder", "index", "coco", "tar", "parquet", "cifar", "idx", "demo"]
 
 # Settings that do not change the dataset.
 _EXECUTION = {"workers", "chunk", "max_rejects"}
 # Of every shard that vitray writes.
 OWN_COLUMNS = ("image", "label", "key", "width", "height")
-_DEMO_ONLY = {"images", "image_size", "task", "val_share"}
+# Of a dataset with several labels an image: the classes of which nothing is known.
+UNKNOWN_COLUMN = "unknown"
+_DEMO_ONLY = {"images", "image_size", "task", "val_share", "rarity"}
 
 
 class ShardSettings(Section):
@@ -51,6 +53,12 @@ class ShardSettings(Section):
     """Column with the path or the bytes; None takes the usual names."""
     label: str | None = None
     """Column or field with the label; None takes the usual names."""
+    separator: Annotated[str, Field(min_length=1, max_length=8)] | None = None
+    """Divides the labels of an image where they are text, as in cat|dog; an empty text is no label. None: a text is one
+    label. Lists, of Parquet or of a tar's .json, need none."""
+    unknown: str | None = None
+    """Column or field with the classes of which it is not known whether an image shows them, like its labels; * stands
+    for all that are not among them. Such a class is neither learned nor scored at that image."""
     columns: Annotated[tuple[Text, ...], Field(strict=False, max_length=64)] = ()
     """Further columns of an index or of Parquet, or fields of a tar's .json, to keep as text (data.fold.group)."""
     images: Annotated[int, Field(ge=1, le=10**7)] = 6000
@@ -59,16 +67,19 @@ class ShardSettings(Section):
     """Demo: additional validation images, as a share of `images`."""
     image_size: Annotated[int, Field(ge=8, le=4096)] = 64
     """Demo: side of an image in pixels."""
-    task: Literal["shape", "texture"] = "shape"
-    """Demo: the labels."""
+    task: Literal["shape", "texture", "scene"] = "shape"
+    """Demo: the labels. scene: images of two to four shapes, with a label each."""
+    rarity: Annotated[float, Field(ge=1, le=1000)] = 1
+    """Demo: how many times more often the first shape appears than the last one; those between follow a geometric
+    series."""
     classes: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] | None = None
     """Names of the classes to take, numbered in this order; None takes all."""
 
     @model_validator(mode="after")
     def _columns_differ(self) -> Self:
         for name in self.columns:
-            if name in OWN_COLUMNS or self.columns.count(name) > 1:
-                used = "a column that shards have anyway" if name in OWN_COLUMNS else "it more than once"
+            if name in (*OWN_COLUMNS, UNKNOWN_COLUMN) or self.columns.count(name) > 1:
+                used = "a column that shards have anyway" if self.columns.count(name) == 1 else "it more than once"
                 raise ValueError(f"columns: got {name}, {used}; expected other names, each once")
         return self
 
@@ -89,7 +100,9 @@ class ShardRequest(NamedTuple):
         """Return the settings that decide the content, for dataset.json."""
         unused = set() if self.source == "demo" else _DEMO_ONLY
         # Older datasets do not record these.
-        unused = unused | {name for name in ("classes", "columns") if not getattr(self.settings, name)}
+        newer = ("classes", "columns", "separator", "unknown")
+        unused = unused | {name for name in newer if not getattr(self.settings, name)}
+        unused = unused | ({"rarity"} if self.settings.rarity == 1 else set())
         settings = self.settings.model_dump(mode="json", exclude=_EXECUTION | unused)
         return settings | {"keep": list(self.keep), "draw": [list(pair) for pair in self.draw]}
 

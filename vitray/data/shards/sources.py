@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, assert_never, get_args
 from vitray.config.parsing import short
 from vitray.data.shards.arrays import IDX_IMAGES, check_tar_end, list_cifar, list_idx, read_png
 from vitray.data.shards.demo import CLASSES, demo_item
-from vitray.data.shards.manifest import IMAGE_FILE, MANIFEST, SPLIT_NAME, open_dataset
-from vitray.data.shards.options import Kind, ShardRequest
+from vitray.data.shards.label_lists import LabelList
+from vitray.data.shards.manifest import IMAGE_FILE, MANIFEST, SPLIT_NAME, Labels, open_dataset
+from vitray.data.shards.options import Kind, ShardRequest, ShardSettings
 from vitray.data.shards.tables import (
     LABEL_COLUMNS,
     ImageTable,
@@ -65,7 +66,8 @@ class SourceEntry(NamedTuple):
     size: int = 0
     """Bytes, if known before reading."""
     label: Any = None
-    """As the source has it; in a listing the class number, None if only reading yields it."""
+    """As the source has it, a LabelList where an image has several; in a listing the class number, or a LabelList of
+    numbers, None if only reading yields it."""
     reason: str | None = None
     """Why the image is rejected unread."""
     changed: int = 0
@@ -92,6 +94,8 @@ class Listing(NamedTuple):
     """Images rejected unread."""
     tables: list[tuple[str, ImageTable]]
     """(split, Parquet file), for datasets indexed in place."""
+    labels: Labels = "one"
+    """How many an image has."""
 
 
 class DetectedSource(NamedTuple):
@@ -111,11 +115,16 @@ Mapped = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], list[Any]]
 def list_source(request: ShardRequest, detected: DetectedSource, mapped: Mapped) -> Listing:
     """Return every image of the source, in an order that depends on the source alone."""
     source, settings, kind = request.source, request.settings, detected.kind
-    if settings.columns and kind not in ("index", "tar", "parquet"):
-        raise ConfigError(
-            f"columns: got {', '.join(settings.columns)}, and a source of kind {kind} has none; expected an index of"
-            " paths, Parquet or a tar"
-        )
+    for setting, value in (
+        ("columns", ", ".join(settings.columns)),
+        ("separator", settings.separator),
+        ("unknown", settings.unknown),
+    ):
+        if value and kind not in ("index", "tar", "parquet"):
+            raise ConfigError(
+                f"{setting}: got {value}, and it does not apply to a source of kind {kind}; expected an index of paths,"
+                " Parquet or a tar"
+            )
     names: Sequence[str] | None = None
     tables: list[ImageTable] = []
     match kind:
@@ -125,16 +134,18 @@ def list_source(request: ShardRequest, detected: DetectedSource, mapped: Mapped)
             entries = _list_index(request, detected)
         case "tar":
             files = _files(source, detected, ".tar")
-            calls = [(file, _relative(file, source), settings.label, settings.columns) for file in files]
+            calls = [(file, _relative(file, source), settings) for file in files]
             entries = [entry for listed in mapped(list_tar, calls) for entry in listed]
         case "parquet":
             files = _files(source, detected, ".parquet")
-            calls = [(file, settings.image, settings.label, settings.columns) for file in files]
+            calls = [(file, settings.image, settings.label, settings.columns, settings.unknown) for file in files]
             tables = mapped(read_image_table, calls)
             names = next((table.names for table in tables if table.names), None)
             if storage.exists(storage.join(source, MANIFEST)):  # a dataset of ours that is sharded again
                 names = open_dataset(source).classes
-            entries = [entry for table in tables for entry in _list_rows(table, source)]
+            entries = [entry for table in tables for entry in _list_rows(table, source, settings.separator)]
+        case "coco":
+            names, entries = list_coco(source, detected)
         case "cifar" | "idx":
             if kind == "cifar":
                 arrays, names = list_cifar(source, settings.label)
@@ -152,20 +163,40 @@ def list_source(request: ShardRequest, detected: DetectedSource, mapped: Mapped)
             entries = [SourceEntry(split, f"{split}/{index:06d}", "demo", index) for index, split in enumerate(splits)]
         case _:
             assert_never(kind)
-    items, classes, rejects = _number_labels(_select_splits(request, list(entries)), names, kind)
+    selected = _select_splits(request, list(entries))
+    several = next((entry for entry in selected if isinstance(entry.label, LabelList)), None)
+    if kind == "demo":
+        labels: Labels = "several" if settings.task == "scene" else "one"
+    elif several is None:
+        labels = "one"
+    else:
+        labels = "several"
+        for other in selected:
+            if other.label is not None and not isinstance(other.label, LabelList):
+                raise ConfigError(
+                    f"{source}: the labels of {several.name} are a list, and that of {other.name} is"
+                    f" {short(other.label)}; expected a list for each image, or separator= where they are text"
+                )
+        # Where nothing is said of an image, nothing is known.
+        selected = [entry._replace(label=entry.label or LabelList((), None)) for entry in selected]
+    items, classes, rejects = _number_labels(selected, names, kind)
+    if labels == "several" and kind != "demo" and not any(item.label.present for item in items):
+        raise ConfigError(f"{source}: no image has a label; expected at least one label in all")
     if not items:
         first = f": {rejects[0].file}: {rejects[0].reason}" if rejects else ""
         raise ConfigError(f"{source}: none of {len(rejects)} images can be used, as a {kind} source{first}")
     splits_by_file = {item.file: item.split for item in items}
     in_use = [(splits_by_file[table.file], table) for table in tables if table.file in splits_by_file]
-    return Listing(kind, items, classes, rejects, in_use)
+    return Listing(kind, items, classes, rejects, in_use, labels)
 
 
-def read_items(kind: Kind, items: Sequence[SourceEntry], request: ShardRequest) -> Iterator[tuple[bytes, int | None]]:
-    """Yield the encoded bytes and the label of each image."""
+def read_items(
+    kind: Kind, items: Sequence[SourceEntry], request: ShardRequest
+) -> Iterator[tuple[bytes, int | LabelList | None]]:
+    """Yield the encoded bytes and the label, or the labels, of each image."""
     settings = request.settings
     match kind:
-        case "folder" | "index" | "tar":
+        case "folder" | "index" | "coco" | "tar":
             places = [(item.file, item.place, item.size) for item in items]
             yield from zip(read_ranges(places), (item.label for item in items), strict=True)
         case "parquet":
@@ -178,7 +209,7 @@ def read_items(kind: Kind, items: Sequence[SourceEntry], request: ShardRequest) 
                 yield read_png(kind, item.file, item.place), item.label
         case "demo":
             for item in items:
-                yield demo_item(item.place, settings.seed, settings.image_size, settings.task)
+                yield demo_item(item.place, settings.seed, settings.image_size, settings.task, settings.rarity)
         case _:
             assert_never(kind)
 
@@ -209,7 +240,7 @@ def detect_source(request: ShardRequest) -> DetectedSource:
     match kind:
         case "demo":
             return DetectedSource(kind, "", {})
-        case "index" | "idx" if kind == "index" or IDX_IMAGES.search(source):
+        case "index" | "coco" | "idx" if kind != "idx" or IDX_IMAGES.search(source):
             folder = source.rpartition("/")[0] or "."
             return DetectedSource(kind, folder, storage.list_entries(folder))
         case "tar" | "parquet" | "cifar" if storage.exists(source) or not request.settings.kind:
@@ -238,6 +269,8 @@ def _kind_of_address(request: ShardRequest) -> Kind | None:
         return "demo"
     if source.endswith((".csv", ".tsv")):
         return "index"
+    if source.endswith(".json"):
+        return "coco"
     if source.endswith(".parquet"):
         return "parquet" if holds_images(request.source, request.settings.image) else "index"
     if source.endswith(".tar"):
@@ -278,26 +311,84 @@ def _list_index(request: ShardRequest, detected: DetectedSource) -> Iterator[Sou
     header, rows = read_index(source)
     path_column = find_column(header, settings.image, PATH_COLUMNS, source, "image")
     label_column = find_column(header, settings.label, LABEL_COLUMNS, source, "label")
-    for name in settings.columns:
-        find_column(header, name, (), source, "columns")
+    for setting, names in (("columns", settings.columns), ("unknown", [settings.unknown] if settings.unknown else [])):
+        for name in names:
+            find_column(header, name, (), source, setting)
     for row in rows:
-        path = row[path_column]
-        inside = posixpath.normpath(path.removeprefix(f"{root.rstrip('/')}/"))
-        split = row.get("split") or ""
-        split = SPLITS.get(split, split)
-        reason, version = None, detected.files.get(inside)
-        if posixpath.isabs(inside) or inside.split("/")[0] == ".." or "://" in path.removeprefix(root):
-            reason = "the path leaves the folder of the index"
-        elif version is None:
-            reason = "no such file"
-        file, (size, changed) = storage.join(root, inside), (version.size, version.changed) if version else (0, 0)
+        path, label = row[path_column], row[label_column]
+        undecided = row[settings.unknown] if settings.unknown else None
         others = tuple(_as_text(row[name], path) for name in settings.columns)
-        yield SourceEntry(split, path, file, 0, size, row[label_column], reason, changed, others)
+        entry = SourceEntry(row.get("split") or "", path, "", 0, 0, _listed(label, undecided, settings.separator))
+        yield _located(entry._replace(others=others), path, detected, root)
 
 
-def list_tar(url: str, name: str, label: str | None, columns: Sequence[str] = ()) -> list[SourceEntry]:
+def _located(entry: SourceEntry, path: str, detected: DetectedSource, root: str) -> SourceEntry:
+    """Return an entry with the file at a path of an index, or with the reason why there is none."""
+    inside = posixpath.normpath(path.removeprefix(f"{root.rstrip('/')}/"))
+    reason, version = None, detected.files.get(inside)
+    if posixpath.isabs(inside) or inside.split("/")[0] == ".." or "://" in path.removeprefix(root):
+        reason = "the path leaves the folder of the index"
+    elif version is None:
+        reason = "no such file"
+    size, changed = (version.size, version.changed) if version else (0, 0)
+    split = SPLITS.get(entry.split, entry.split)
+    return entry._replace(split=split, file=storage.join(root, inside), size=size, reason=reason, changed=changed)
+
+
+def _listed(label: Any, undecided: Any, separator: str | None) -> Any:
+    """Return the labels of an image, and those that are unknown, as a LabelList; a single label stays as it is."""
+
+    def parts(value: Any) -> list[Any]:
+        if isinstance(value, str):
+            return [part for each in value.split(separator) if (part := each.strip())] if separator else [value]
+        return list(value) if isinstance(value, list | tuple) else [value]
+
+    if separator is None and not isinstance(label, list) and undecided is None:
+        return label
+    unknown = parts(undecided) if undecided not in (None, "") else []
+    if label is None:
+        return LabelList((), None)
+    return LabelList(tuple(parts(label)), None if unknown == ["*"] else tuple(unknown))
+
+
+def list_coco(url: str, detected: DetectedSource) -> tuple[list[str], list[SourceEntry]]:
+    """Return the class names and the images of a JSON file of COCO's layout; an image's labels are the categories of
+    its annotations, numbered by ascending id.
+
+    Where an image names the categories that it lacks (LVIS: neg_category_ids), the rest is unknown.
+    """
+    try:
+        tree = json.loads(storage.read_bytes(url))
+        categories = {int(each["id"]): str(each["name"]) for each in tree["categories"]}
+        images = {each["id"]: each for each in tree["images"]}
+        found: dict[Any, list[int]] = {number: [] for number in images}
+        order = {number: place for place, number in enumerate(sorted(categories))}
+        for at, each in enumerate(tree["annotations"]):
+            for name, known in (("image_id", images), ("category_id", order)):
+                if each[name] not in known:
+                    raise ConfigError(f"{url}: annotation {at}: no {name.partition('_')[0]} has id {short(each[name])}")
+            found[each["image_id"]].append(order[each["category_id"]])
+        entries = []
+        for number, image in images.items():
+            present, absent, path = found[number], image.get("neg_category_ids"), str(image["file_name"])
+            known = set(order.values()) if absent is None else {*present, *(order[each] for each in absent)}
+            labels = LabelList(tuple(present), tuple(sorted(set(order.values()) - known)))
+            entry = SourceEntry(str(image.get("split") or ""), path, "", label=labels)
+            entries.append(_located(entry, path, detected, detected.folder))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        problem = f"no {error.args[0]}" if isinstance(error, KeyError) else short(str(error))
+        raise ConfigError(
+            f"{url}: not a file of COCO's layout: {problem}; expected images (id, file_name), annotations (image_id,"
+            " category_id) and categories (id, name)"
+        ) from None
+    return [categories[number] for number in sorted(categories)], entries
+
+
+def list_tar(url: str, name: str, settings: ShardSettings) -> list[SourceEntry]:
     """Return the samples of a WebDataset tar: members of one stem are an image and its label (.cls or .json)."""
+    label, columns = settings.label, settings.columns
     others: dict[str, tuple[str | None, ...]] = {}
+    undecided: dict[str, Any] = {}
     entries: dict[str, SourceEntry] = {}
     labels: dict[str, Any] = {}
     replaced: list[SourceEntry] = []
@@ -324,6 +415,7 @@ def list_tar(url: str, name: str, label: str | None, columns: Sequence[str] = ()
                 elif member.isreg() and ending == "json" and (file := tar.extractfile(member)):
                     fields = _json_fields(file.read(2**20))
                     labels.setdefault(key, fields.get(label or "label"))
+                    undecided[key] = fields.get(settings.unknown) if settings.unknown else None
                     others[key] = tuple(_as_text(fields.get(column), member.name) for column in columns)
             check_tar_end(tar)
     except ConfigError:
@@ -331,7 +423,8 @@ def list_tar(url: str, name: str, label: str | None, columns: Sequence[str] = ()
     except (tarfile.TarError, ValueError, OverflowError, OSError) as error:  # a forged header may raise all of these
         raise ConfigError(f"{url}: not an uncompressed tar, or a damaged one: {error}") from None
     none = (None,) * len(columns)
-    found = [entry._replace(label=labels.get(key), others=others.get(key, none)) for key, entry in entries.items()]
+    listed = {key: _listed(labels.get(key), undecided.get(key), settings.separator) for key in entries}
+    found = [entry._replace(label=listed[key], others=others.get(key, none)) for key, entry in entries.items()]
     return found + replaced
 
 
@@ -361,12 +454,14 @@ def _check_line(what: str, text: str, name: str) -> None:
         )
 
 
-def _list_rows(table: ImageTable, source: str) -> Iterator[SourceEntry]:
+def _list_rows(table: ImageTable, source: str, separator: str | None) -> Iterator[SourceEntry]:
     name = _relative(table.file, source)
     split = split_in(name)
     for row, label in enumerate(table.labels):
         others = tuple(_as_text(column[row], f"{name}:{row}") for column in table.others)
-        yield SourceEntry(split, f"{name}:{row}", table.file, row, 0, label, others=others)
+        undecided = table.unknown[row] if table.unknown else None
+        labels = LabelList((), None) if table.has_lists and label is None else _listed(label, undecided, separator)
+        yield SourceEntry(split, f"{name}:{row}", table.file, row, 0, labels, others=others)
 
 
 def _select_splits(request: ShardRequest, entries: list[SourceEntry]) -> list[SourceEntry]:
@@ -405,8 +500,9 @@ def _number_labels(
     """
     first: dict[int | str, str] = {}  # {label: the first image that has it}
     for entry in entries:
-        if not entry.reason and (plain := _plain_label(entry.label, entry.name, kind)) is not None:
-            first.setdefault(plain, entry.name)
+        if not entry.reason:
+            for plain in _plain_labels(entry, kind):
+                first.setdefault(plain, entry.name)
     # Folders named 1 to 10 are ten classes; a column of numbers up to 10 counts classes from 0.
     if first and kind != "folder" and all(re.fullmatch(rf"{NUMBER}(\.0)?", str(label)) for label in first):
         codes = {label: int(str(label).removesuffix(".0")) for label in first}
@@ -443,19 +539,43 @@ def _number_labels(
     items, rejects = [], []
     for entry in entries:
         reason = entry.reason
-        plain = None if reason else _plain_label(entry.label, entry.name, kind)
         if not reason and entry.size > LARGEST_FILE:
             reason = f"too large: {entry.size} bytes"
-        if not reason and plain is None and kind != "demo":
-            reason = "no label"
-            if entry.label not in (None, "", -1, "-1"):
-                beginning = entry.label[:40] if isinstance(entry.label, str) else entry.label
-                reason = f"no label: got {printable(repr(beginning)[:40])}"
+        label = None
+        if not reason and isinstance(entry.label, LabelList):
+            present, unknown = entry.label
+            plain = tuple(_plain_in(present, entry.name, kind))
+            others = None if unknown is None else tuple(_plain_in(unknown, entry.name, kind))
+            label = LabelList(plain, others).numbered(codes, len(classes))
+        elif not reason:
+            plain = _plain_label(entry.label, entry.name, kind)
+            label = None if plain is None else codes[plain]
+            if plain is None and kind != "demo":
+                reason = "no label"
+                if entry.label not in (None, "", -1, "-1"):
+                    beginning = entry.label[:40] if isinstance(entry.label, str) else entry.label
+                    reason = f"no label: got {printable(repr(beginning)[:40])}"
         if reason:
             rejects.append(Reject(entry.split, entry.name, reason))
         else:
-            items.append(entry._replace(label=None if plain is None else codes[plain]))
+            items.append(entry._replace(label=label))
     return items, classes, rejects
+
+
+def _plain_labels(entry: SourceEntry, kind: Kind) -> Iterator[int | str]:
+    """Yield the labels of an image as numbers from 0 or lines of text."""
+    if isinstance(entry.label, LabelList):
+        yield from _plain_in([*entry.label.present, *(entry.label.unknown or ())], entry.name, kind)
+    elif (plain := _plain_label(entry.label, entry.name, kind)) is not None:
+        yield plain
+
+
+def _plain_in(labels: Sequence[Any], name: str, kind: Kind) -> Iterator[int | str]:
+    """Yield the labels of a list as numbers from 0 or lines of text; refuse one that is neither."""
+    for label in labels:
+        if (plain := _plain_label(label, name, kind)) is None:
+            raise ConfigError(f"label {short(label)} of {name}: expected a class, as a number from 0 or a name")
+        yield plain
 
 
 def _plain_label(label: Any, name: str, kind: Kind) -> int | str | None:

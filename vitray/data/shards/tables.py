@@ -41,6 +41,10 @@ class ImageTable(NamedTuple):
     """Class names of the file's metadata, empty if it has none."""
     others: tuple[list[Any], ...] = ()
     """The values of further columns."""
+    unknown: list[Any] | None = None
+    """The values of the column of unknown classes; None without one."""
+    has_lists: bool = False
+    """Whether the labels are lists."""
 
 
 @contextmanager
@@ -102,23 +106,36 @@ def holds_images(url: str, asked: str | None) -> bool:
     return any(field.name in columns and any(is_a(field.type) for is_a in binary) for field in schema)
 
 
-def read_image_table(url: str, image: str | None, label: str | None, columns: Sequence[str] = ()) -> ImageTable:
+def read_image_table(
+    url: str, image: str | None, label: str | None, columns: Sequence[str] = (), unknown: str | None = None
+) -> ImageTable:
     """Return the labels and layout of a file of images, without reading the images."""
     with _opened(url) as file:
         schema = file.schema_arrow
         image_path = _image_path(schema, image, url)
         label = find_column(schema.names, label, LABEL_COLUMNS, url, "label")
         names = _hugging_face_names(schema.metadata or {}, label)
-    wanted = [label, *(find_column(schema.names, name, (), url, "columns") for name in columns)]
+    lists = [label] + ([find_column(schema.names, unknown, (), url, "unknown")] if unknown else [])
+    wanted = [*lists, *(find_column(schema.names, name, (), url, "columns") for name in columns)]
     for name in wanted:
-        if pa.types.is_nested(schema.field(name).type):
-            raise ConfigError(f"{url}: column {name} is {schema.field(name).type}, expected numbers or text")
-    with _opened(url, wanted) as file:
+        kind = schema.field(name).type
+        inner = kind.value_type if name in lists and _is_list(kind) else kind
+        if pa.types.is_nested(inner):
+            expected = "numbers or text, or a list of them" if name in lists else "numbers or text"
+            raise ConfigError(f"{url}: column {name} is {kind}, expected {expected}")
+    with _opened(url, [name for name in wanted if not _is_list(schema.field(name).type)]) as file:
         table = file.read(columns=list(dict.fromkeys(wanted)))
         labels, *others = (
             [value for chunk in table.column(name).chunks for value in _values(chunk)] for name in wanted
         )
-        return ImageTable(url, image_path, label, labels, tuple(_group_sizes(file)), names, tuple(others))
+        undecided = others.pop(0) if unknown else None
+        has_lists = _is_list(schema.field(label).type)
+        groups = tuple(_group_sizes(file))
+        return ImageTable(url, image_path, label, labels, groups, names, tuple(others), undecided, has_lists)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _values(column: pa.Array) -> list[Any]:
@@ -142,8 +159,10 @@ def _group_sizes(file: pq.ParquetFile) -> list[int]:
 
 def _hugging_face_names(metadata: Mapping[bytes, bytes], label: str) -> tuple[str, ...]:
     try:
-        names = json.loads(metadata[b"huggingface"])["info"]["features"][label]["names"]
-    except (KeyError, ValueError, TypeError, RecursionError):
+        feature = json.loads(metadata[b"huggingface"])["info"]["features"][label]
+        feature = feature[0] if isinstance(feature, list) else feature.get("feature", feature)  # what a list holds
+        names = feature["names"]
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError):
         return ()
     return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 

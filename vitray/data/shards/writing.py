@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from vitray.cluster.storage_check import check_readable, check_writable
 from vitray.data.shards.checking import check_dataset, mark_checked
 from vitray.data.shards.inspection import WORK, content_name, inspect_source, write_rejects
+from vitray.data.shards.label_lists import LabelList
 from vitray.data.shards.manifest import (
     MANIFEST,
     Channels,
@@ -33,7 +34,7 @@ from vitray.data.shards.manifest import (
     open_dataset,
     save_dataset,
 )
-from vitray.data.shards.options import OWN_COLUMNS, ShardRequest, ShardSettings
+from vitray.data.shards.options import OWN_COLUMNS, UNKNOWN_COLUMN, ShardRequest, ShardSettings
 from vitray.data.shards.sources import (
     DetectedSource,
     Listing,
@@ -59,6 +60,7 @@ SHARD_NAME = re.compile(r"[^/]+-\d{5}-of-\d{5}\.parquet")
 
 # Of OWN_COLUMNS; further columns follow, as text.
 TYPES = (pa.binary(), pa.int64(), pa.string(), pa.int32(), pa.int32())
+CLASS_LIST = pa.list_(pa.int64())
 
 # (split, shard) in the order of each split
 Shards = list[tuple[str, Shard]]
@@ -155,7 +157,16 @@ def select_classes(listing: Listing, names: Sequence[str] | None) -> Listing:
     if listing.kind == "demo":  # drawing an image yields its label
         raise ConfigError("classes: expected a source that lists its labels; the demo does not")
     numbers = {listing.classes.index(name): number for number, name in enumerate(names)}
-    items = [item._replace(label=numbers[item.label]) for item in listing.items if item.label in numbers]
+    if listing.labels == "several":
+
+        def chosen(label: LabelList) -> LabelList:
+            kept = ([each for each in part if each in numbers] for part in (label.present, label.unknown or ()))
+            return LabelList(*map(tuple, kept)).numbered(numbers, len(names))
+
+        items = [item._replace(label=chosen(item.label)) for item in listing.items]
+        items = [item for item in items if item.label.present]
+    else:
+        items = [item._replace(label=numbers[item.label]) for item in listing.items if item.label in numbers]
     if not items:
         raise ConfigError(f"classes: no image of {', '.join(names)}; expected classes that have images")
     return listing._replace(items=items, classes=tuple(names))
@@ -276,7 +287,10 @@ def write_shard(
 ) -> None:
     """Write one shard, then its description to the work file `mark`."""
     check_owner(dest, owner)
-    groups, schema = [], pa.schema([*zip(OWN_COLUMNS, TYPES, strict=True), *((each, pa.string()) for each in columns)])
+    own = dict(zip(OWN_COLUMNS, TYPES, strict=True))
+    if _has_lists(rows):
+        own |= {"label": CLASS_LIST, UNKNOWN_COLUMN: CLASS_LIST}
+    groups, schema = [], pa.schema([*own.items(), *((each, pa.string()) for each in columns)])
     with storage.atomic_write(storage.join(dest, name)) as path:
         with pq.ParquetWriter(path, schema, compression="none", use_dictionary=False, write_statistics=False) as writer:
             for start in range(0, rows.num_rows, row_group):
@@ -298,7 +312,14 @@ def _gather(rows: pa.Table, schema: pa.Schema) -> pa.Table:
             raise ConfigError(f"{file}: changed while it was being sharded")
     keys = [f"{content[:16]}:{name}" for content, name in zip(hashes, names, strict=True)]
     others = zip(*rows["others"].to_pylist(), strict=True)
-    return pa.table([contents, rows["label"], keys, rows["width"], rows["height"], *map(list, others)], schema=schema)
+    labels = [rows["labels"], rows["unknown"]] if _has_lists(rows) else [rows["label"]]
+    own = [contents, labels[0], keys, rows["width"], rows["height"], *labels[1:]]
+    return pa.table([*own, *map(list, others)], schema=schema)
+
+
+def _has_lists(rows: pa.Table) -> bool:
+    """Whether images have several labels."""
+    return rows["labels"].null_count == 0
 
 
 def _describe_shard(name: str, path: Any, groups: tuple[int, ...]) -> Shard:
@@ -324,7 +345,11 @@ def _check_indexable(listing: Listing) -> None:
                 f"--index-only: {table.file}: row group {table.row_groups.index(0)} is empty; expected files without"
                 " such groups, or `vitray shard` without --index-only"
             )
-        wrong = [label for label in table.labels if type(label) is not int or not 0 <= label < len(listing.classes)]
+        labels = table.labels
+        if table.has_lists:
+            labels = [each for part in (labels, table.unknown or ()) for row in part for each in row or ()]
+            labels += [None for row in table.labels if row is None]
+        wrong = [label for label in labels if type(label) is not int or not 0 <= label < len(listing.classes)]
         if wrong:
             raise ConfigError(
                 f"--index-only: {table.file}: {len(wrong)} labels such as {str(wrong[0])[:40]!r}; files that stay as"
@@ -348,7 +373,11 @@ def index_shard(table: ImageTable, source: str, dest: str) -> Shard:
 def _describe(
     request: ShardRequest, listing: Listing, images: pa.Table, shards: Shards, rejects: list[Reject], copies: Duplicates
 ) -> Dataset:
-    counts = Counter(zip(images["split"].to_pylist(), images["label"].to_pylist(), strict=True))
+    if listing.labels == "several":
+        lists = zip(images["split"].to_pylist(), images["labels"].to_pylist(), strict=True)
+        counts = Counter((split, label) for split, labels in lists for label in labels)
+    else:
+        counts = Counter(zip(images["split"].to_pylist(), images["label"].to_pylist(), strict=True))
     reasons = Counter(reject.reason.partition(":")[0] for reject in rejects)
     mean, std = channel_statistics(images)
     splits = {
@@ -358,12 +387,13 @@ def _describe(
         )
         for split in sorted({split for split, _ in shards})
     }
-    columns = Columns()
+    columns = Columns(unknown=UNKNOWN_COLUMN if listing.labels == "several" else None)
     if request.index_only:
         table = listing.tables[0][1]
-        columns = Columns(image=table.image, label=table.label, key=None)
+        columns = Columns(image=table.image, label=table.label, key=None, unknown=request.settings.unknown)
     return Dataset(
         splits=splits,
+        labels=listing.labels,
         classes=listing.classes,
         mean=mean,
         std=std,

@@ -12,6 +12,7 @@ import numpy as np
 
 from vitray.config.training import Balance
 from vitray.data.augment.keyed_random import raw_draws
+from vitray.data.shards.manifest import Labels
 from vitray.errors import ConfigError, nearest
 
 # Shares of an epoch are whole numbers of these parts of an image, so that sums are exact.
@@ -82,12 +83,32 @@ class ClassBalance:
         return np.diff((self._ends + offsets[:, np.newaxis]) // PARTS, axis=1)
 
 
-def class_weights(balance: Balance, counts_K: np.ndarray, classes: Sequence[str]) -> np.ndarray:
+def class_weights(
+    balance: Balance, counts_K: np.ndarray, classes: Sequence[str], setting: str = "data.balance"
+) -> np.ndarray:
     """Return the weight of an image of each class, relative to the others."""
     present_K = np.maximum(1.0, counts_K)
     if isinstance(balance, str):
         return {"none": np.ones(len(classes)), "square_root": present_K**-0.5, "equal": 1 / present_K}[balance]
     for name in balance:
         if name not in classes:
-            raise ConfigError(f"data.balance: got {name}, which is no class of the dataset{nearest(name, classes)}")
+            raise ConfigError(f"{setting}: got {name}, which is no class of the dataset{nearest(name, classes)}")
     return np.array([balance.get(name, 1.0) for name in classes])
+
+
+def loss_weights(
+    balance: Balance, counts_K: np.ndarray, images: int, classes: Sequence[str], labels: Labels
+) -> np.ndarray:
+    """Return the weight of each class in the loss.
+
+    Of one label an image, the mean over the images is 1. Of several, it is that of a present class against an absent
+    one, from the images that have each class.
+    """
+    weights_K = class_weights(balance, counts_K, classes, "task.class_weights")
+    if isinstance(balance, dict):
+        return weights_K
+    if labels == "one":
+        return weights_K * counts_K.sum() / (weights_K * counts_K).sum()
+    power = {"none": 0.0, "square_root": 0.5, "equal": 1.0}[balance]
+    present_K = np.maximum(1, counts_K)
+    return (np.maximum(1, images - present_K) / present_K) ** power

@@ -22,6 +22,7 @@ from vitray.data.augment.draws import draw_columns, write_draws
 from vitray.data.augment.keyed_random import generator
 from vitray.data.augment.views import ViewKind
 from vitray.data.shards.checking import check_shard
+from vitray.data.shards.label_lists import label_states
 from vitray.data.shards.manifest import Columns, Dataset, shard_errors
 from vitray.data.stream.epoch_order import EpochOrder
 from vitray.errors import ConfigError, nearest
@@ -38,13 +39,16 @@ REMOTE_SHARDS = 2048
 # execution without a block for five minutes, and a slow disk may need longer for all shards of a task.
 CHECK_SECONDS = 60.0
 
-# Columns of decoded images: image (BHWC), label, row of the split, position in the epoch, and the row that was corrupt;
+# Columns of decoded images: image (BHWC), label (the states of all classes, BK, in a split with several labels an
+# image), row of the split, position in the epoch, and the row that was corrupt;
 # with `data.augment.on: device` also the draws (flip, operation, amount). Of several views, image and draws have a
 # second axis; those of the second kind are image1, flip1, operation1 and amount1.
 Images = dict[str, np.ndarray]
+# A class, or the states of all classes (K, int8).
+Label = int | np.ndarray
 # {row: (encoded image, label, key)}, and the same where some images are decoded already.
-EncodedRows = dict[int, tuple[bytes, int, str]]
-StoredRows = Mapping[int, tuple[bytes | np.ndarray, int, str]]
+EncodedRows = dict[int, tuple[bytes, Label, str]]
+StoredRows = Mapping[int, tuple[bytes | np.ndarray, Label, str]]
 
 Part = TypeVar("Part")
 
@@ -59,14 +63,14 @@ class DecodedBlock(NamedTuple):
     labels: np.ndarray
     keys: list[str]
 
-    def rows(self, numbers: np.ndarray) -> Iterator[tuple[np.ndarray | bytes, int, str]]:
+    def rows(self, numbers: np.ndarray) -> Iterator[tuple[np.ndarray | bytes, Label, str]]:
         """Yield the image, the label and the key of some rows, counted from the first of the block."""
         ends = 3 * np.cumsum(self.shapes.prod(axis=1))
         for at in numbers.tolist():
             height, width = self.shapes[at].tolist()
             image = self.pixels[ends[at] - 3 * height * width : ends[at]].reshape(height, width, 3)
             # Empty bytes stand for a corrupt image: they fail to decode as it did.
-            yield image if image.size else b"", int(self.labels[at]), self.keys[at]
+            yield image if image.size else b"", self.labels[at], self.keys[at]
 
 
 class DecodedRows(NamedTuple):
@@ -89,12 +93,19 @@ class SplitRows(NamedTuple):
     starts: np.ndarray
     columns: Columns
     classes: int
+    has_lists: bool = False
+    """Whether an image has several labels."""
     decoded: DecodedRows | None = None
 
     @property
     def groups(self) -> np.ndarray:
         """The number of rows in each row group."""
         return np.diff(self.starts)
+
+    @property
+    def no_labels(self) -> np.ndarray:
+        """The labels of no image."""
+        return np.empty((0, self.classes), np.int8) if self.has_lists else np.empty(0, np.int64)
 
 
 class ViewSettings(NamedTuple):
@@ -116,9 +127,10 @@ def columns_of(images: Images, kind: int) -> Images:
     return {name: images[f"{name}{kind or ''}"] for name in names if f"{name}{kind or ''}" in images}
 
 
-def empty_images(kinds: Sequence[ViewKind], count: int = 0) -> Images:
+def empty_images(kinds: Sequence[ViewKind], no_labels: np.ndarray, count: int = 0) -> Images:
     """Return columns whose images are uninitialized, and whose draws are none."""
-    images = {name: np.empty(count, np.int64) for name in ("label", "row", "position", "corrupt")}
+    images = {name: np.empty(count, np.int64) for name in ("row", "position", "corrupt")}
+    images["label"] = np.empty((count, *no_labels.shape[1:]), no_labels.dtype)
     for number, kind in enumerate(kinds):
         shape = (count,) if kind.number is None else (count, kind.number)
         columns = {"image": np.empty((*shape, *kind.size, 3), np.uint8)}
@@ -145,6 +157,7 @@ def locate_rows(dataset: Dataset, split: str) -> SplitRows:
         np.concatenate([[0], np.cumsum(sizes)]),
         dataset.columns,
         len(dataset.classes),
+        dataset.labels == "several",
     )
 
 
@@ -168,7 +181,7 @@ def decode_positions(
     fetch = fetch or _fetch_rows
     stored = fetch(planned, rows)
     for positions, wanted, numbers in zip(parts, np.split(planned, ends), np.split(copies, ends), strict=True):
-        images = empty_images(view.kinds, len(positions)) | {"position": positions}
+        images = empty_images(view.kinds, rows.no_labels, len(positions)) | {"position": positions}
         columns = [columns_of(images, number) for number in range(len(view.kinds))]
         for index, position in enumerate(positions.tolist()):
             copy = int(numbers[index])
@@ -250,7 +263,7 @@ def _fetch_rows(numbers: np.ndarray, rows: SplitRows) -> StoredRows:
         return read_rows(numbers, rows)
     import ray
 
-    stored: dict[int, tuple[bytes | np.ndarray, int, str]] = {}
+    stored: dict[int, tuple[bytes | np.ndarray, Label, str]] = {}
     blocks = np.searchsorted(rows.decoded.starts, numbers, side="right") - 1
     for index in np.unique(blocks).tolist():
         wanted = numbers[blocks == index]
@@ -269,7 +282,7 @@ def read_rows(numbers: np.ndarray, rows: SplitRows) -> EncodedRows:
 
 def read_labels(numbers: np.ndarray, rows: SplitRows) -> np.ndarray:
     """Return the labels of some rows of a split, in the order of the split; reads no images."""
-    return np.concatenate([np.empty(0, np.int64), *_map_groups(_read_group_labels, numbers, rows)])
+    return np.concatenate([rows.no_labels, *_map_groups(_read_group_labels, numbers, rows)])
 
 
 def _map_groups(read: Callable[[SplitRows, int, np.ndarray], Part], numbers: np.ndarray, rows: SplitRows) -> list[Part]:
@@ -291,19 +304,21 @@ def _read_group(rows: SplitRows, group: int, numbers: np.ndarray) -> EncodedRows
     shard = int(rows.shard_of_group[group])
     names = rows.columns
     with shard_errors(rows.addresses[shard]):
-        table = _read_columns(rows, group, numbers, [names.image, names.label, *([names.key] if names.key else [])])
+        columns = [names.image, *label_columns(names), *([names.key] if names.key else [])]
+        table = _read_columns(rows, group, numbers, columns)
         # A row without bytes is a corrupt image.
         images = [image.as_buffer().to_pybytes() if image.is_valid else b"" for image in table.column(names.image)]
         keys = table.column(names.key).to_pylist() if names.key else [f"{shard}:{row}" for row in numbers]
         if not all(isinstance(key, str) for key in keys):
             raise ValueError(f"column {names.key}: expected text in each row")
-        labels = _check_labels(rows, table)
+        states = _check_labels(rows, table)
+        labels = list(states) if rows.has_lists else states.tolist()
     return dict(zip(numbers.tolist(), zip(images, labels, keys, strict=True), strict=True))
 
 
 def _read_group_labels(rows: SplitRows, group: int, numbers: np.ndarray) -> np.ndarray:
     with shard_errors(rows.addresses[int(rows.shard_of_group[group])]):
-        return np.array(_check_labels(rows, _read_columns(rows, group, numbers, [rows.columns.label])), np.int64)
+        return _check_labels(rows, _read_columns(rows, group, numbers, label_columns(rows.columns)))
 
 
 def _read_columns(rows: SplitRows, group: int, numbers: np.ndarray, columns: list[str]) -> pa.Table:
@@ -313,11 +328,26 @@ def _read_columns(rows: SplitRows, group: int, numbers: np.ndarray, columns: lis
     return table.take(numbers - rows.starts[group]).flatten()
 
 
-def _check_labels(rows: SplitRows, table: pa.Table) -> list[int]:
-    labels = table.column(rows.columns.label).to_pylist()
-    if not all(isinstance(label, int) and 0 <= label < rows.classes for label in labels):
-        raise ValueError(f"column {rows.columns.label}: expected a number from 0 to {rows.classes - 1} in each row")
-    return labels
+def label_columns(columns: Columns) -> list[str]:
+    """Return the names of the columns that hold labels."""
+    return [columns.label, *([columns.unknown] if columns.unknown else [])]
+
+
+def _check_labels(rows: SplitRows, table: pa.Table) -> np.ndarray:
+    """Return the class of each image, or the states of all classes."""
+    columns = {name: table.column(name).to_pylist() for name in label_columns(rows.columns)}
+    for name, values in columns.items():
+        lists = values if rows.has_lists else [values]
+        if not all(
+            isinstance(each, list) and all(isinstance(label, int) and 0 <= label < rows.classes for label in each)
+            for each in lists
+        ):
+            kind = "numbers" if rows.has_lists else "a number"
+            raise ValueError(f"column {name}: expected {kind} from 0 to {rows.classes - 1} in each row")
+    [labels, *unknown] = columns.values()
+    if not rows.has_lists:
+        return np.array(labels, np.int64)
+    return label_states(zip(labels, unknown[0] if unknown else [()] * len(labels), strict=True), rows.classes)
 
 
 def open_shard(rows: SplitRows, shard: int) -> pq.ParquetFile:

@@ -13,7 +13,7 @@ import numpy as np
 from vitray.data.decode_processes import DecodeProcesses
 from vitray.data.stream.batches import Share
 from vitray.data.stream.decoder import DecodeThread, Source
-from vitray.data.stream.decoding import Images, empty_images, joined
+from vitray.data.stream.decoding import Images, joined
 from vitray.data.stream.epoch_order import LANES, lanes_of, positions_of
 from vitray.data.stream.stream import Stream
 
@@ -89,7 +89,7 @@ class LocalReader:
                     future.cancel()
 
     def _taken(self, steps: list[np.ndarray], futures: list[Future[Images]]) -> Iterator[Images]:
-        images = joined([future.result() for future in futures] or [empty_images(self._stream.spec.kinds)])
+        images = joined([future.result() for future in futures] or [self._stream.no_images])
         if not np.array_equal(images["position"], np.concatenate(steps)):
             raise RuntimeError(f"got positions {images['position']}, planned {np.concatenate(steps)}")
         at = 0

@@ -13,6 +13,7 @@ from vitray.config.views import Views
 from vitray.data.augment.contact_sheets import Sample, contact_sheet
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.views import ViewKind, view_kinds
+from vitray.data.shards.label_lists import names_of
 from vitray.data.shards.manifest import Dataset, open_dataset
 from vitray.data.shards.options import read_settings
 from vitray.data.stream.decoding import locate_rows, read_rows
@@ -78,7 +79,7 @@ def sample_sheet(
     samples = []
     for data, label, key in stored:
         with suppress(UndecodableImage):  # training counts and names them
-            samples.append(Sample(decode_image(data), key, dataset.classes[label]))
+            samples.append(Sample(decode_image(data), key, names_of(label, dataset.classes)))
     if not samples:
         raise ConfigError(f"{dataset.url}: none of {len(numbers)} images of split {split} can be decoded")
     return contact_sheet(samples, kinds, copies=shape[1], seed=seed)

@@ -5,7 +5,7 @@ pieces are planned (epoch_order.py): Ray neither drops nor moves an image, it de
 """
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,10 +17,9 @@ import ray
 import ray.data
 from ray.data import DataIterator, ExecutionResources
 
-from vitray.data.augment.views import ViewKind
 from vitray.data.stream.batches import Share
 from vitray.data.stream.cache import decoded_split
-from vitray.data.stream.decoding import Images, decode_positions, empty_images, joined
+from vitray.data.stream.decoding import Images, decode_positions, joined
 from vitray.data.stream.epoch_order import Cut, Piece, positions_of
 from vitray.data.stream.stream import Stream
 
@@ -68,7 +67,7 @@ class RayReader:
         try:
             for steps_now, after in zip_longest(executions, executions[1:]):
                 blocks = following.result() if following else self._open_training(steps_now, cut, share, hurried=True)
-                reader = BlockReader(blocks, spec.kinds)
+                reader = BlockReader(blocks, self._stream.no_images)
                 for step in steps_now:
                     if step == max(steps_now.start, steps_now.stop - ahead) and after:
                         following = opener.submit(self._open_training, after, cut, share)
@@ -118,7 +117,7 @@ class RayReader:
                 self._execute(list(cut.pieces(0, 0, images)), cut, shuffled=False) if share.rank == 0 else None
             )
         # Contiguous pieces have a block for each worker, in the order of their ranks.
-        reader = BlockReader(_started(self._evaluation[share.rank]), spec.kinds)
+        reader = BlockReader(_started(self._evaluation[share.rank]), self._stream.no_images)
         for step in range(-(-images // spec.batch)):
             positions = positions_of(step, spec.batch, share.rank, share.workers)
             yield reader.take(0, positions[positions < images])
@@ -179,8 +178,8 @@ class RayReader:
 class BlockReader:
     """A worker's blocks, regrouped to the positions of its steps."""
 
-    def __init__(self, blocks: Iterator[Images], kinds: Sequence[ViewKind]) -> None:
-        self._blocks, self._kinds = blocks, kinds
+    def __init__(self, blocks: Iterator[Images], no_images: Images) -> None:
+        self._blocks, self._no_images = blocks, no_images
         self._epoch = 0
         # Blocks of one epoch that are not used up, whose positions ascend.
         self._open: list[Images] = []
@@ -201,7 +200,7 @@ class BlockReader:
             if count < len(block["position"]):
                 self._open.append({name: column[count:] for name, column in block.items()})
         self._open += waiting
-        images = joined(parts or [empty_images(self._kinds)])
+        images = joined(parts or [self._no_images])
         # Exactly the planned images, in order.
         if not np.array_equal(images["position"], positions):
             raise RuntimeError(f"epoch {epoch}: got positions {images['position']}, planned {positions}")

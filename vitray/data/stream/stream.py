@@ -18,6 +18,7 @@ from vitray.data.stream.decoding import (
     SplitRows,
     ViewSettings,
     columns_of,
+    empty_images,
     locate_rows,
     read_labels,
     sent_draws,
@@ -60,6 +61,11 @@ class Stream:
     def images(self) -> int:
         """The number of images to use."""
         return int(self._used[1].sum())
+
+    @property
+    def no_images(self) -> Images:
+        """The columns of decoded images, of none."""
+        return empty_images(self.spec.kinds, self.rows.no_labels)
 
     @property
     def steps(self) -> int:

@@ -130,7 +130,7 @@ class Measure(NamedTuple):
     @property
     def is_share(self) -> bool:
         """Whether values lie between 0 and 1 and are shown as percent."""
-        return self.goal.rpartition("/")[2].startswith(("top1", "top5", "accuracy"))
+        return self.goal.rpartition("/")[2].startswith(("top1", "top5", "map", "accuracy"))
 
     @property
     def title(self) -> str:

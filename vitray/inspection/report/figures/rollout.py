@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from vitray.data.augment.contact_sheets import attention_overlay
+from vitray.data.shards.label_lists import names_of
 from vitray.inspection.attention import attention_maps, gradient_rollout
 from vitray.inspection.report.drawings import Drawing, FigureResult, Rows, Strip, Table, Thumbnail, file_name
 from vitray.inspection.report.subjects import ChosenImages, Subject
@@ -107,7 +108,8 @@ def _compute(subject: Subject) -> Outputs:
 def true_class(images: ChosenImages, place: int) -> str | None:
     """Return the class that the dataset has for an image, or None."""
     label = images.shown[place].label
-    return images.classes[label] if 0 <= label < len(images.classes) else None
+    has_label = isinstance(label, np.ndarray) or 0 <= label < len(images.classes)
+    return names_of(label, images.classes) if has_label else None
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
