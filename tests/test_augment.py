@@ -32,6 +32,7 @@ from vitray.config.augmentation import (
     ThreeAugment,
     TorchvisionRandAugment,
 )
+from vitray.config.classification import Supervised
 from vitray.config.parsing import apply_changes, parse_overrides, parse_yaml
 from vitray.config.sections import Section
 from vitray.config.validation import explain_error
@@ -791,7 +792,7 @@ def test_a_class_with_any_share_of_a_mixed_image_is_present():
     assert torch.equal((targets > 0).sum(1) == 2, torch.from_numpy((drawn.shares > 0) & (drawn.shares < 1)))
     logits = torch.randn(count, 10, generator=torch.Generator().manual_seed(0))
     expected = BinaryCrossEntropy(smoothing=0.0, target_threshold=0.0)(logits, theirs)
-    torch.testing.assert_close(binary_cross_entropy(logits, targets, 0.0), expected)
+    torch.testing.assert_close(binary_cross_entropy(logits, targets, Supervised()), expected)
     # Targets of one rounded share would miss some classes.
     rounded = torch.lerp(one_hot(labels, 10)[partner], one_hot(labels, 10), torch.tensor(drawn.shares).float()[:, None])
     assert 0.03 < ((rounded > 0) != (theirs > 0)).any(1).float().mean() < 0.05

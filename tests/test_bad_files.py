@@ -457,9 +457,10 @@ def test_long_texts_as_labels_of_parquet_are_one_object(tmp_path):
     assert len(set(map(id, labels))) == 1
 
 
-def test_labels_of_parquet_that_are_lists_are_refused(tmp_path):
-    source = parquet(tmp_path / "x.parquet", image=[encoded(0)], label=[[0, 1]])
-    assert "column label is list<element: int64>, expected numbers or text" in refusal(inspect, source, tmp_path / "w")
+def test_labels_of_parquet_that_are_lists_of_lists_are_refused(tmp_path):
+    source = parquet(tmp_path / "x.parquet", image=[encoded(0)], label=[[[0, 1]]])
+    message = refusal(inspect, source, tmp_path / "w")
+    assert "column label is list<element: list<element: int64>>, expected numbers or text, or a list of them" in message
 
 
 def test_a_class_name_of_a_megabyte_is_refused_with_its_beginning(base, tmp_path, verb):

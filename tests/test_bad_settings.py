@@ -40,6 +40,7 @@ NEEDS = {
 }
 BESIDE = {
     "task.distill.": ["task.distill.teacher=base"],
+    "task.asymmetric.": ["task.loss=asymmetric"],
     "task.cosub.": ["model.drop_path=0.1"],
     "data.views": ["task.kind=lejepa", *UNLABELED],
 }

@@ -273,7 +273,8 @@ def judged(**gains):
     for name, (more, less) in gains.items():
         first[name], second[name] = np.ones(1000), np.ones(1000)
         first[name][:more], second[name][more : more + less] = 0, 0
-    both = [SimpleNamespace(name=name, hits=hits, scored=None) for name, hits in (("old", first), ("new", second))]
+    networks = (("old", first), ("new", second))
+    both = [SimpleNamespace(name=name, hits=hits, scored=None, several=None) for name, hits in networks]
     return Evaluation(None, both, *compare(both), "").verdict()
 
 

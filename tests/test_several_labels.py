@@ -5,6 +5,7 @@ import io
 import json
 import re
 import tarfile
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from networks import scrambled
 from sklearn.metrics import average_precision_score, f1_score, precision_score, recall_score
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from pipelines.__main__ import main
 from vitray.config import load_run
 from vitray.config.augmentation import Augment, Mix, Normalize
 from vitray.config.classification import Asymmetric
+from vitray.config.sweep import Goal
 from vitray.data.augment.mixing import BatchSettings, prepare_batch
 from vitray.data.shards import open_dataset
 from vitray.data.shards.demo import CLASSES, demo_item
@@ -45,7 +48,11 @@ from vitray.metrics.multilabel import (
     mean_average_precision,
     score_labels,
 )
+from vitray.models.vit import ViT
 from vitray.runs.resolve import resolve
+from vitray.sweeps.capacity import Node
+from vitray.sweeps.plan import plan_sweep
+from vitray.sweeps.space import read_space
 from vitray.tasks.supervised import LOSSES
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
@@ -644,3 +651,47 @@ def test_a_run_records_the_weights_of_its_classes(scenes, capsys):
     assert named == (1.0,) * 9 + (3.0,)
     with pytest.raises(ConfigError, match=r"task.class_weights: got bolts, which is no class of the dataset.*bolt"):
         resolve(run.replace({"task.class_weights": {"bolts": 3.0}}))
+
+
+@pytest.mark.parametrize(("lists", "kind"), [(8, "several"), (2, "one")])
+def test_images_whose_labels_are_of_the_rarer_kind_are_rejected(tmp_path, lists, kind):
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        for index in range(10):
+            content, label = demo_item(index, 0, 16, "shape")
+            fields = {"label": [label] if index < lists else label}
+            for name, data in (("jpg", content), ("json", json.dumps(fields).encode())):
+                member = tarfile.TarInfo(f"{index}.{name}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    words = [str(tmp_path / "images.tar"), str(tmp_path / "data"), "workers=1", "max_rejects=0.3", "dedupe=off"]
+    assert main(["shard", *words]) == 0
+    dataset = open_dataset(str(tmp_path / "data"))
+    assert (dataset.labels, dataset.rejects.count) == (kind, 2)
+    assert ("unknown" in dataset.model_dump()["columns"]) is (kind == "several")
+
+
+def test_a_sweep_that_names_no_goal_compares_the_map(scenes):
+    run = load_run("demo", [*NETWORK, f"data.url={scenes}"])
+    folds = read_space(Path(str(files("tune_spaces"))) / "folds.yaml")
+    plan = plan_sweep(run, folds, [Node(cpus=4)])
+    assert plan.trials == 5
+    assert plan.space.goal == Goal(metric="val/map")
+    named = folds.model_copy(update={"goal": Goal(metric="val/top1")})
+    with pytest.raises(ConfigError, match=r"goal.metric: got 'val/top1', expected one of val/map, val/loss, as"):
+        plan_sweep(run, named, [Node(cpus=4)])
+
+
+def test_the_folds_of_a_split_are_scored_as_one(scenes, tmp_path, capsys):
+    """Each image by the network that did not learn it."""
+    models = []
+    for index in range(2):
+        run = load_run("demo", [*NETWORK, f"data.url={scenes}", f"data.fold={{of: 2, index: {index}}}"])
+        run = resolve(run).run
+
+        models.append(str(tmp_path / f"model{index}"))
+        vitray.save_model(models[-1], run, scrambled(ViT(run.model), seed=index), open_dataset(scenes).classes)
+    report = vitray.evaluate(models, scenes, split="train", out_of_fold=True, out=str(tmp_path / "out"))
+    assert report["images"] == 96
+    both = [vitray.evaluate(model, scenes, split="train", out=str(tmp_path / "each"))["map"] for model in models]
+    assert 0 < report["map"] < 1
+    assert report["map"] not in both

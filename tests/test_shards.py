@@ -921,7 +921,7 @@ def test_both_ends_may_be_on_s3(ray_cluster, s3_server, tmp_path):
         (["demo", "d", "imagse=3"], r"override 'imagse=3': imagse: unknown setting, .*did you mean"),
         (["demo", "d", "images=0"], "images: got 0, expected greater than or equal to 1"),
         (["demo", "d", "dedupe=exakt"], r"dedupe: got 'exakt', expected .*did you mean"),
-        (["demo", "d", "task=sahpe"], r"task: got 'sahpe', expected 'shape' or 'texture'; did you mean shape"),
+        (["demo", "d", "task=sahpe"], r"task: got 'sahpe', expected 'shape', 'texture' or 'scene'; did you mean shape"),
         (["s", "d", "images=3"], "images: a setting of the demo source only; the source here is s"),
         (["nowhere", "d"], "nowhere: no files here; expected a folder"),
         (["gs://a/b", "d"], "gs://a/b: expected a path or s3://bucket/key"),

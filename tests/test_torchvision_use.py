@@ -22,7 +22,7 @@ from vitray.data.augment.crops import crop_center
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
-from vitray.inference.answers import answer, class_names
+from vitray.inference.answers import answer
 from vitray.inference.models import describe_network
 from vitray.inference.plan import Options, check_options, column_widths
 from vitray.models.other_networks import OtherNetwork, stage_widths
@@ -173,7 +173,7 @@ def test_served_answers_are_those_of_plain_torch(place):
         folder = place / {"negated": "delta"}.get(name, name)
         wanted = torch.from_numpy(outputs(plain(folder), view_of(folder, picture))["logits"]).softmax(0)
         np.testing.assert_allclose(row, wanted, atol=1e-4)
-        best = answer(row, class_names(member), 1)
+        best = answer(row, member, 1)
         assert best["class"] == SHAPES[int(wanted.argmax())]
         if name == "base":
             [own] = logged.predict([{"image": picture}])

@@ -230,6 +230,7 @@ class Goal(Section):
     """The metric to maximize or minimize."""
 
     metric: Text = "val/top1"
+    """If omitted, and an image has several labels: val/map."""
     mode: Literal["max", "min"] = "max"
 
 

@@ -133,6 +133,8 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
         raise ConfigError(f"{failed}: every trial starts from a run that failed; --retry-failed starts it again")
     first = resolve(startable) if startable else None
     if first:
+        if first.dataset.labels == "several" and "metric" not in space.goal.model_fields_set:
+            space = space.model_copy(update={"goal": space.goal.model_copy(update={"metric": "val/map"})})
         _check_metric(first.run, space, first.dataset.labels)
         for name, run in zip(points, runs, strict=True):
             if _images_of(run) == _images_of(first.run):  # a trial on other images is checked when it starts

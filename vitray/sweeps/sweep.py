@@ -42,7 +42,7 @@ def sweep(
         for stage in stages:
             sweep(stage.recipe, stage.space, storage.join(name, STAGES_DIR, stage.name), out, command)
         plan = plan_sweep(base, space, cluster_nodes(), sweep_dir)
-        uid, starts, began = begin_sweep(sweep_dir, name, base, space)
+        uid, starts, began = begin_sweep(sweep_dir, name, base, plan.space)
         print(f"\n  {name}: {plan.summary}\n", file=sys.stderr, flush=True)
         from vitray.sweeps.sweep_logger import SweepLogger  # imports torch and MLflow, which takes seconds
         from vitray.sweeps.trial_store import TrialStore

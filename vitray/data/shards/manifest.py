@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from vitray.cluster import session
 from vitray.config.parsing import short
@@ -78,6 +78,12 @@ class Columns(Section):
     unknown: str | None = None
     """Of several labels an image: the classes of which it is not known whether it shows them; None without such."""
 
+    @model_serializer(mode="wrap")
+    def _without_absent(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what datasets of one label an image do not have, so that they stay the same."""
+        columns = dump(self)
+        return columns if self.unknown else {name: value for name, value in columns.items() if name != "unknown"}
+
 
 class Duplicates(Section):
     """Counts of duplicate images, as the `dedupe` setting defines them."""
@@ -138,8 +144,7 @@ class Dataset(Section):
             name: [[shard.rows, shard.sha256, shard.row_groups] for shard in split.shards]
             for name, split in self.splits.items()
         }
-        columns = self.columns.model_dump(exclude=set() if self.columns.unknown else {"unknown"})
-        content = json.dumps([self.format, files, self.classes, columns], sort_keys=True)
+        content = json.dumps([self.format, files, self.classes, self.columns.model_dump()], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def part_identity(self, split: str, *part: str) -> str:

@@ -164,21 +164,9 @@ def list_source(request: ShardRequest, detected: DetectedSource, mapped: Mapped)
         case _:
             assert_never(kind)
     selected = _select_splits(request, list(entries))
-    several = next((entry for entry in selected if isinstance(entry.label, LabelList)), None)
-    if kind == "demo":
-        labels: Labels = "several" if settings.task == "scene" else "one"
-    elif several is None:
-        labels = "one"
-    else:
+    selected, labels = _of_one_kind(selected)
+    if kind == "demo" and settings.task == "scene":
         labels = "several"
-        for other in selected:
-            if other.label is not None and not isinstance(other.label, LabelList):
-                raise ConfigError(
-                    f"{source}: the labels of {several.name} are a list, and that of {other.name} is"
-                    f" {short(other.label)}; expected a list for each image, or separator= where they are text"
-                )
-        # Where nothing is said of an image, nothing is known.
-        selected = [entry._replace(label=entry.label or LabelList((), None)) for entry in selected]
     items, classes, rejects = _number_labels(selected, names, kind)
     if labels == "several" and kind != "demo" and not any(item.label.present for item in items):
         raise ConfigError(f"{source}: no image has a label; expected at least one label in all")
@@ -188,6 +176,25 @@ def list_source(request: ShardRequest, detected: DetectedSource, mapped: Mapped)
     splits_by_file = {item.file: item.split for item in items}
     in_use = [(splits_by_file[table.file], table) for table in tables if table.file in splits_by_file]
     return Listing(kind, items, classes, rejects, in_use, labels)
+
+
+def _of_one_kind(entries: list[SourceEntry]) -> tuple[list[SourceEntry], Labels]:
+    """Return the entries, and whether most labels are lists; those of the other kind have a reason to be rejected."""
+    lists = [isinstance(entry.label, LabelList) for entry in entries]
+    plain = sum(entry.label is not None for entry in entries) - sum(lists)
+    if sum(lists) > plain:
+        # Where nothing is said of an image, nothing is known.
+        unknown, odd = LabelList((), None), "the label is no list, as those of most images are"
+        reasons = [entry.reason or (None if entry.label is None else odd) for entry in entries]
+        return [
+            entry if is_list else entry._replace(label=unknown, reason=reason)
+            for entry, is_list, reason in zip(entries, lists, reasons, strict=True)
+        ], "several"
+    odd = "no label: got a list, and those of most images are none"
+    return [
+        entry._replace(label=None, reason=entry.reason or odd) if is_list else entry
+        for entry, is_list in zip(entries, lists, strict=True)
+    ], "one"
 
 
 def read_items(
