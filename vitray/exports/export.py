@@ -141,7 +141,8 @@ def export_network(request: ExportRequest) -> Export:
                     "name": OUTPUT,
                     "shape": ["any", vit.model.num_classes],
                     "probabilities": probability_of(run),
-                },
+                }
+                | ({} if run.thresholds is None else {"thresholds": list(run.thresholds)}),
                 "versions": versions,
             },
         }
