@@ -564,12 +564,11 @@ def test_evaluate_predict_load_and_serve_give_the_same_labels(trained, scenes, t
         (["evaluate.probes=[knn]"], "evaluate.probes knn does not apply to several labels an image"),
         (["evaluate.probes=[calibration]"], "evaluate.probes calibration does not apply to several labels an image"),
         (["task.thresholds=[0.5, 0.5]"], "task.thresholds: got 2, expected one for each of 10 classes"),
-        (["tracking.promote={alias: production}"], "tracking.promote does not apply to several labels an image"),
     ],
 )
 def test_what_does_not_apply_is_refused_in_one_line(words, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load_run(None, ["task.labels=several", "model.num_classes=10", "tracking.register_as=a", *words])
+        load_run(None, ["task.labels=several", "model.num_classes=10", *words])
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,6 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _several_labels_fit(self) -> Self:
-        if self.has_several_labels and self.tracking.promote is not None:
-            raise ValueError(
-                "tracking.promote does not apply to several labels an image: versions are compared by top-1"
-            )
         weights = self.classification.class_weights if self.classification else "none"
         lists = {"thresholds": self.thresholds, "class_weights": weights if isinstance(weights, tuple) else None}
         for name, values in lists.items():

@@ -352,7 +352,7 @@ class Promote(Section):
     alias: Annotated[str, AfterValidator(check_alias)] = "champion"
     """The alias in MLflow's model registry."""
     when: Literal["better", "significantly_better"] = "significantly_better"
-    """better: a higher top-1; significantly_better: and a significant difference."""
+    """better: a higher top-1, or mAP of several labels an image; significantly_better: and a significant difference."""
 
 
 class Tracking(Section):
