@@ -166,6 +166,38 @@ def test_a_tar_and_parquet_keep_columns_too(tmp_path, dataset):
 
 
 @pytest.mark.ray
+def test_splits_are_drawn_of_whole_groups(dataset, tmp_path):
+    index = dataset.removesuffix("data") + "index.csv"
+    words = ["columns=[patient]", "group=patient", "workers=1", "dedupe=off", "--split", "val=0.3", "--split", "test=0.2"]
+    assert main(["shard", index, str(tmp_path / "data"), *words]) == 0
+    made, patients = open_dataset(str(tmp_path / "data")), {}
+    for split, described in made.splits.items():
+        for shard in described.shards:
+            patients.setdefault(split, set()).update({*read_column(made, shard, "patient")} - {None})
+    assert patients.keys() == {"train", "val", "test"}
+    assert sum(map(len, patients.values())) == len(set.union(*patients.values())) == PATIENTS
+    rows = {split: described.rows for split, described in made.splits.items()}
+    assert sum(rows.values()) == 120
+    assert 36 - 120 / PATIENTS < rows["val"] <= 36
+    assert 24 - 120 / PATIENTS < rows["test"] <= 24
+
+
+@pytest.mark.ray
+def test_a_group_in_two_splits_is_refused(dataset, tmp_path, capsys):
+    folder = Path(dataset).parent
+    lines = (folder / "index.csv").read_text().splitlines()
+    moved = [f"{lines[0]},split", *(f"{line},{'val' if row == 20 else 'train'}" for row, line in enumerate(lines[1:]))]
+    (folder / "moved.csv").write_text("\n".join(moved))
+    words = [str(folder / "moved.csv"), str(tmp_path / "data"), "columns=[patient]", "workers=1", "dedupe=off"]
+    assert main(["shard", *words, "group=patient"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"patient p\d+ is in \w+ \(\d+.png\) and in \w+ \(\d+.png\); expected each patient in one", error)
+    assert main(["shard", *words]) == 0
+    assert main(["shard", *words[:1], str(tmp_path / "other"), "group=patient", "workers=1"]) == 2
+    assert "group: got patient, expected one of columns, as in columns=[patient]" in capsys.readouterr().err
+
+
+@pytest.mark.ray
 @pytest.mark.parametrize(
     ("source", "words", "message"),
     [

@@ -61,6 +61,9 @@ class ShardSettings(Section):
     for all that are not among them. Such a class is neither learned nor scored at that image."""
     columns: Annotated[tuple[Text, ...], Field(strict=False, max_length=64)] = ()
     """Further columns of an index or of Parquet, or fields of a tar's .json, to keep as text (data.fold.group)."""
+    group: Text | None = None
+    """One of `columns`: images with an equal value are in one split. `--split NAME=SHARE` draws them together, and a
+    source that has them in two splits is refused. None: each image by itself."""
     images: Annotated[int, Field(ge=1, le=10**7)] = 6000
     """Demo: train images."""
     val_share: Fraction = 1 / 6
@@ -81,6 +84,8 @@ class ShardSettings(Section):
             if name in (*OWN_COLUMNS, UNKNOWN_COLUMN) or self.columns.count(name) > 1:
                 used = "a column that shards have anyway" if self.columns.count(name) == 1 else "it more than once"
                 raise ValueError(f"columns: got {name}, {used}; expected other names, each once")
+        if self.group is not None and self.group not in self.columns:
+            raise ValueError(f"group: got {self.group}, expected one of columns, as in columns=[{self.group}]")
         return self
 
 
@@ -100,7 +105,7 @@ class ShardRequest(NamedTuple):
         """Return the settings that decide the content, for dataset.json."""
         unused = set() if self.source == "demo" else _DEMO_ONLY
         # Older datasets do not record these.
-        newer = ("classes", "columns", "separator", "unknown")
+        newer = ("classes", "columns", "group", "separator", "unknown")
         unused = unused | {name for name in newer if not getattr(self.settings, name)}
         unused = unused | ({"rarity"} if self.settings.rarity == 1 else set())
         settings = self.settings.model_dump(mode="json", exclude=_EXECUTION | unused)

@@ -489,13 +489,41 @@ def _select_splits(request: ShardRequest, entries: list[SourceEntry]) -> list[So
         if name in known:
             raise ConfigError(f"--split {name}: {source} has a split of this name; draw into another")
     selected = [entry for entry in entries if not keep or entry.split in keep]
-    train = [at for at, entry in enumerate(selected) if entry.split == "train"]
-    train.sort(key=lambda at: (shuffle_key(request.settings.seed, "draw", selected[at].name), at))
-    drawn: dict[int, str] = {}
+    groups = _groups_of(request, selected)
+    members: dict[str, list[int]] = {}
+    for at, entry in enumerate(selected):
+        if entry.split == "train":
+            members.setdefault(groups[at], []).append(at)
+    order = sorted(members, key=lambda group: (shuffle_key(request.settings.seed, "draw", group), members[group]))
+    total, drawn = sum(map(len, members.values())), dict[int, str]()
     for name, share in request.draw:
-        start = len(drawn)
-        drawn |= dict.fromkeys(train[start : start + round(share * len(train))], name)
+        end, left = len(drawn) + round(share * total), list[str]()
+        for group in order:
+            # A group that would exceed the share is left to a later split, or to train.
+            if len(drawn) + len(members[group]) <= end:
+                drawn |= dict.fromkeys(members[group], name)
+            else:
+                left.append(group)
+        order = left
     return [entry._replace(split=drawn.get(at, entry.split)) for at, entry in enumerate(selected)]
+
+
+def _groups_of(request: ShardRequest, entries: list[SourceEntry]) -> list[str]:
+    """Return the group of each image, which is the image itself without one; refuse a group that is in two splits."""
+    group = request.settings.group
+    if group is None:
+        return [entry.name for entry in entries]
+    place, first = request.settings.columns.index(group), dict[str, SourceEntry]()
+    for entry in entries:
+        if (value := entry.others[place]) is None:
+            continue
+        other = first.setdefault(value, entry)
+        if other.split != entry.split:
+            raise ConfigError(
+                f"{request.source}: {group} {value} is in {other.split} ({other.name}) and in {entry.split}"
+                f" ({entry.name}); expected each {group} in one split"
+            )
+    return [f"{group} {value}" if (value := entry.others[place]) is not None else entry.name for entry in entries]
 
 
 def _number_labels(
