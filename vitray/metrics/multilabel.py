@@ -14,9 +14,10 @@ import numpy as np
 from vitray.metrics.arrays import check_matrix, draw_part
 from vitray.metrics.intervals import LEVEL, Comparison, Difference, Interval
 
-DRAWS = 1000
-# Numbers of a chunk of draws.
-CHUNK_VALUES = 2**22
+# Draws of a bootstrap: fewer where images times classes are many, as each takes their number of steps.
+DRAWS, LEAST_DRAWS, MOST_STEPS = 1000, 100, 4 * 10**9
+# Numbers of a chunk of draws, and classes of a product.
+CHUNK_VALUES, BLOCK = 2**22, 64
 THRESHOLD = 0.5
 MAX_MISTAKES = 16
 
@@ -78,12 +79,13 @@ def score_labels(
     states_NK: np.ndarray,
     keys: Sequence[str],
     thresholds: Sequence[float] | None = None,
-    draws: int = DRAWS,
+    draws: int | None = None,
 ) -> LabelScores:
     """Return the scores of N images from the probabilities of all classes and their states (1, 0, -1 unknown).
 
     `thresholds`: the least probability of each class that is predicted; None: 0.5
     """
+    draws = draws or max(LEAST_DRAWS, min(DRAWS, MOST_STEPS // states_NK.size))
     thresholds_K = np.full(states_NK.shape[1], THRESHOLD) if thresholds is None else np.array(thresholds)
     probabilities_NK = check_matrix("probabilities", probabilities_NK, "classes").astype(np.float64)
     is_known_NK, is_present_NK = states_NK >= 0, states_NK == 1
@@ -98,7 +100,7 @@ def score_labels(
         for name, table in tables.items():
             for mean, f1_D in _f1(counts_DN, table).items():
                 drawn.setdefault(f"{mean}{name}", []).append(f1_D)
-    once = np.ones((1, len(states_NK)))
+    once = np.ones((1, len(states_NK)), np.float32)
     ap_K = np.concatenate([ranking.average_precision(once) for ranking in rankings])
     all_DK = np.concatenate(ap_DK)
     map_D = _mean_of_known(all_DK)
@@ -122,15 +124,14 @@ def score_labels(
         )
         for label in range(states_NK.shape[1])
     ]
-    shown_NK = (predicted_NK & is_known_NK).astype(np.int64)
-    present_NK = is_present_NK.astype(np.int64)
+    shown_NK, present_NK = (flags.astype(np.float32) for flags in (predicted_NK & is_known_NK, is_present_NK))
     return LabelScores(
         images=len(states_NK),
         intervals=intervals,
         loss=float(losses_NK[is_known_NK].mean()) if is_known_NK.any() else float("nan"),
         classes=classes,
-        together=present_NK.T @ present_NK,
-        predicted_together=shown_NK.T @ shown_NK,
+        together=(present_NK.T @ present_NK).astype(np.int64),
+        predicted_together=(shown_NK.T @ shown_NK).astype(np.int64),
         wrong=_most_confident(probabilities_NK, states_NK),
         predicted=predicted_NK,
         states=states_NK,
@@ -171,34 +172,44 @@ def _most_confident(probabilities_NK: np.ndarray, states_NK: np.ndarray) -> list
 
 
 class Ranking(NamedTuple):
-    """The images of which one class is known, by falling scores."""
+    """The images of which one class is known, by falling scores, down to the last one that has it.
+
+    A segment ends with the last of the images whose score is that of an image with the class.
+    """
 
     rows: np.ndarray
-    is_present: np.ndarray
-    ends: np.ndarray
-    """The last place of each group of equal scores that has an image with the class."""
+    starts: np.ndarray
+    """The first place of each segment."""
+    present: np.ndarray
+    """The places of the images with the class."""
+    firsts: np.ndarray
+    """The first of `present` in each segment."""
 
     @classmethod
     def of(cls, scores_N: np.ndarray, states_N: np.ndarray) -> "Ranking":
         """Return the ranking of some images; those of which the class is unknown are not in it."""
-        rows_M = np.flatnonzero(states_N >= 0)
-        rows_M = rows_M[np.argsort(-scores_N[rows_M], kind="stable")]
-        is_present_M = states_N[rows_M] == 1
-        ends = np.flatnonzero(np.append(np.diff(scores_N[rows_M]) != 0, True)) if len(rows_M) else np.zeros(0, int)
-        has_present = np.diff(np.cumsum(is_present_M)[ends], prepend=0) > 0
-        return cls(rows_M, is_present_M, ends[has_present])
+        rows = np.flatnonzero(states_N >= 0)
+        rows = rows[np.argsort(-scores_N[rows], kind="stable")]
+        present = np.flatnonzero(states_N[rows] == 1)
+        if not len(present):
+            return cls(rows[:0], present, present, present)
+        ends = np.flatnonzero(np.append(np.diff(scores_N[rows]) != 0, True))
+        ends = np.unique(ends[np.searchsorted(ends, present)])
+        starts = np.append(0, ends[:-1] + 1)
+        return cls(rows[: ends[-1] + 1], starts, present, np.searchsorted(present, starts))
 
     def average_precision(self, counts_DN: np.ndarray) -> np.ndarray:
         """Return the average precision of each draw, which has each image as often as `counts_DN` says.
 
-        It is the sum over the groups of the growth of recall times the precision; NaN where the class is at no image.
+        It is the sum over the segments of the growth of recall times the precision; NaN where the class is at no image.
         """
+        if not len(self.present):
+            return np.full(len(counts_DN), np.nan)
         counts_DM = counts_DN[:, self.rows]
-        taken_DE = np.cumsum(counts_DM, 1)[:, self.ends]
-        found_DE = np.cumsum(counts_DM * self.is_present, 1)[:, self.ends]
-        present_D = (counts_DM * self.is_present).sum(1)
-        grown_DE = np.diff(found_DE, axis=1, prepend=0)
-        areas_D = (grown_DE * found_DE / np.maximum(taken_DE, 1)).sum(1)
+        grown_DE = np.add.reduceat(counts_DM[:, self.present], self.firsts, axis=1).astype(np.float64)
+        taken_DE = np.add.reduceat(counts_DM, self.starts, axis=1).astype(np.float64).cumsum(1)
+        found_DE = grown_DE.cumsum(1)
+        areas_D, present_D = (grown_DE * found_DE / np.maximum(taken_DE, 1)).sum(1), found_DE[:, -1]
         return np.where(present_D > 0, areas_D / np.maximum(present_D, 1), np.nan)
 
 
@@ -208,7 +219,8 @@ def drawn_counts(images: int, draws: int, seed: int = 0) -> Iterator[np.ndarray]
     for start in range(0, draws, size):
         number = min(start + size, draws) - start
         drawn_DN = rng.integers(0, images, (number, images)) + images * np.arange(number)[:, None]
-        yield np.bincount(drawn_DN.ravel(), minlength=number * images).reshape(number, images).astype(np.float64)
+        # Exact up to 2^24 images.
+        yield np.bincount(drawn_DN.ravel(), minlength=number * images).reshape(number, images).astype(np.float32)
 
 
 def _mean_of_known(values_DK: np.ndarray) -> np.ndarray:
@@ -237,13 +249,19 @@ def _interval(estimate: float, drawn_D: np.ndarray) -> Interval:
 def _outcomes(predicted_NK: np.ndarray, states_NK: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return where a class is predicted and present, predicted, and present, each only where it is known."""
     is_present_NK, is_shown_NK = states_NK == 1, predicted_NK & (states_NK >= 0)
-    hits_NK = is_shown_NK & is_present_NK
-    return hits_NK.astype(np.float64), is_shown_NK.astype(np.float64), is_present_NK.astype(np.float64)
+    return is_shown_NK & is_present_NK, is_shown_NK, is_present_NK
+
+
+def _sums(counts_DN: np.ndarray, flags_NK: np.ndarray) -> np.ndarray:
+    """Return how often the images of each draw have each flag (DK)."""
+    blocks = range(0, flags_NK.shape[1], BLOCK)
+    parts = [counts_DN @ flags_NK[:, start : start + BLOCK].astype(np.float32) for start in blocks]
+    return np.concatenate(parts, 1).astype(np.float64)
 
 
 def _f1(counts_DN: np.ndarray, outcomes: tuple[np.ndarray, np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
     """Return F1 = 2 hits / (predicted + present) of each draw: of all labels together, and the mean over classes."""
-    hits_DK, predicted_DK, present_DK = (counts_DN @ table for table in outcomes)
+    hits_DK, predicted_DK, present_DK = (_sums(counts_DN, flags) for flags in outcomes)
     micro_D = 2 * hits_DK.sum(1) / np.maximum(predicted_DK.sum(1) + present_DK.sum(1), 1)
     each_DK = np.where(present_DK > 0, 2 * hits_DK / np.maximum(predicted_DK + present_DK, 1), np.nan)
     return {"f1_micro": micro_D, "f1_macro": _mean_of_known(each_DK)}
