@@ -168,7 +168,8 @@ def test_a_tar_and_parquet_keep_columns_too(tmp_path, dataset):
 @pytest.mark.ray
 def test_splits_are_drawn_of_whole_groups(dataset, tmp_path):
     index = dataset.removesuffix("data") + "index.csv"
-    words = ["columns=[patient]", "group=patient", "workers=1", "dedupe=off", "--split", "val=0.3", "--split", "test=0.2"]
+    words = ["columns=[patient]", "group=patient", "workers=1", "dedupe=off"]
+    words += ["--split", "val=0.3", "--split", "test=0.2"]
     assert main(["shard", index, str(tmp_path / "data"), *words]) == 0
     made, patients = open_dataset(str(tmp_path / "data")), {}
     for split, described in made.splits.items():
