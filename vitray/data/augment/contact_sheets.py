@@ -95,12 +95,12 @@ def prediction_sheet(predictions: Sequence[Prediction], title: str) -> bytes:
         x, y = MARGIN + place % columns * (CELL + GAP), top - GAP + place // columns * cell
         _place(sheet, each.image, (x, y))
         below, color = y + 2 * (CELL + GAP), INK if each.true == each.predicted else WRONG
-        draw.text((x, below + 17), f"is {_shortened(each.true)[:18]}", PALE, small)
+        draw.text((x, below + 17), f"is {_cut(each.true, 19)}", PALE, small)
         if each.predicted is not None:
             if each.attention is not None:
                 _place(sheet, attention_overlay(np.ascontiguousarray(each.image), each.attention), (x, y + CELL + GAP))
             share = "" if each.probability is None else f" {each.probability:.0%}"
-            draw.text((x, below), _shortened(each.predicted)[: 18 - len(share)] + share, color, small)
+            draw.text((x, below), _cut(each.predicted, 19 - len(share)) + share, color, small)
     png = io.BytesIO()
     sheet.save(png, "PNG")
     return png.getvalue()
@@ -169,6 +169,10 @@ def _place(sheet: Image.Image, view_HWC: np.ndarray, corner: tuple[int, int]) ->
     mask = Image.new("L", (4 * CELL, 4 * CELL))
     ImageDraw.Draw(mask).rounded_rectangle((0, 0, 4 * CELL - 1, 4 * CELL - 1), 4 * CORNER, 255)
     sheet.paste(cell, corner, mask.resize((CELL, CELL), Image.Resampling.LANCZOS))
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _shortened(name: str) -> str:
