@@ -45,6 +45,7 @@ from vitray.metrics.multilabel import (
     compare_maps,
     cross_chosen,
     drawn_counts,
+    label_loss,
     mean_average_precision,
     score_labels,
 )
@@ -264,7 +265,7 @@ def test_without_focus_and_shift_the_asymmetric_loss_is_the_binary_cross_entropy
 # ---- mixing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_mixed_image_has_the_labels_of_both_and_lacks_what_either_lacks():
+def test_a_mixed_image_has_the_labels_of_both():
     images_BHWC = torch.randint(256, (4, 8, 8, 3), dtype=torch.uint8)
     states_BK = torch.tensor([[1, 0, 0], [0, 1, -1], [1, 0, -1], [0, 0, 1]], dtype=torch.int8)
     normalize = Normalize()
@@ -272,7 +273,9 @@ def test_a_mixed_image_has_the_labels_of_both_and_lacks_what_either_lacks():
     _, targets_BK = prepare_batch(images_BHWC, states_BK, plain, 0, 0)
     assert torch.equal(targets_BK.nan_to_num(-1), states_BK.float())
     _, mixed_BK = prepare_batch(images_BHWC, states_BK, plain._replace(mix=Mix(mixup=1.0, per="pair")), 0, 1)
-    assert (mixed_BK[:2].isnan().tolist(), mixed_BK[2:].isnan().tolist()) == ([[False, False, True]] * 2,) * 2
+    # Where one image shows the class, it does not matter that it is unknown of the other.
+    assert mixed_BK.isnan().tolist() == [[False, False, True]] * 2 + [[False, False, False]] * 2
+    assert float(mixed_BK[2:, 2].sum()) == pytest.approx(1)
     assert float(mixed_BK[0, 0] + mixed_BK[1, 0]) == pytest.approx(1)
     assert float(mixed_BK[0, 1] + mixed_BK[1, 1]) == pytest.approx(1)
     # An image that takes nothing from its partner keeps its own.
@@ -407,12 +410,57 @@ def test_bad_labels_are_one_message(pictures, tmp_path, capsys, source, content,
     assert "Traceback" not in error
 
 
+def test_files_of_coco_that_are_elsewhere_are_named(pictures, tmp_path, capsys):
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations/coco.json").write_text((pictures / "coco.json").read_text())
+    assert main(["shard", str(tmp_path / "annotations/coco.json"), str(tmp_path / "data"), "workers=1"]) == 2
+    assert "none of 6 images can be used, as a coco source: 0.jpg: no such file" in capsys.readouterr().err
+
+
+def test_lvis_names_files_by_their_address(pictures, tmp_path):
+    tree = json.loads((pictures / "coco.json").read_text())
+    (tmp_path / "train2017").mkdir()
+    for image in tree["images"]:
+        name = image.pop("file_name")
+        (tmp_path / "train2017" / name).write_bytes((pictures / name).read_bytes())
+        image["coco_url"] = f"http://images.cocodataset.org/train2017/{name}"
+    tree["images"][0]["neg_category_ids"] = [7]  # it shows a cat and a dog, and no bird: nothing is unknown
+    tree["images"][1]["neg_category_ids"] = [3]  # it shows a dog and no cat
+    (tmp_path / "lvis.json").write_text(json.dumps(tree))
+    assert main(["shard", str(tmp_path / "lvis.json"), str(tmp_path / "data"), "workers=1"]) == 0
+    found = states_by_name(str(tmp_path / "data"))
+    assert (found["0"], found["1"]) == ([0, 1, 1], [-1, 0, 1])
+
+
+def test_lists_that_expand_out_of_proportion_are_refused(tmp_path, capsys):
+    content, _ = demo_item(0, 0, 16, "shape")
+    table = pa.table({"image": [content], "label": pa.array([np.zeros(3_000_000, np.int64)])})
+    pq.write_table(table, tmp_path / "images.parquet")
+    assert (tmp_path / "images.parquet").stat().st_size < 10_000
+    assert main(["shard", str(tmp_path / "images.parquet"), str(tmp_path / "data"), "workers=1"]) == 2
+    assert "3,000,000 values in" in capsys.readouterr().err
+
+
+def test_a_repeated_member_of_a_tar_with_groups_is_rejected(tmp_path):
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        for index in (0, 1, 1):
+            content, label = demo_item(index, 0, 16, "shape")
+            fields = {"label": label, "patient": f"p{index}"}
+            for name, data in (("jpg", content), ("json", json.dumps(fields).encode())):
+                member = tarfile.TarInfo(f"{index}.{name}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    words = ["columns=[patient]", "group=patient", "workers=1", "max_rejects=0.5"]
+    assert main(["shard", str(tmp_path / "images.tar"), str(tmp_path / "data"), *words]) == 0
+    assert open_dataset(str(tmp_path / "data")).rejects.count == 1
+
+
 def test_lists_of_labels_become_states_and_names():
     listed = LabelList(("b", "a", "b"), ("c", "a"))
     code = {"a": 0, "b": 1, "c": 2}
-    assert listed.numbered(code, 4) == LabelList((0, 1), (2,))
-    assert LabelList(("b",), None).numbered(code, 4) == LabelList((1,), (0, 2, 3))
-    states_NK = label_states([((0, 1), (2,)), ((), ()), ((3,), (0, 1, 2))], 4)
+    assert listed.numbered(code) == LabelList((0, 1), (2,))
+    assert LabelList(("b",), None).numbered(code) == LabelList((1,), None)
+    states_NK = label_states([((0, 1), (2,)), ((), ()), ((3,), None)], 4)
     assert states_NK.tolist() == [[1, 1, -1, 0], [0, 0, 0, 0], [-1, -1, -1, 1]]
     assert [names_of(states_K, "abcd") for states_K in states_NK] == ["a, b", "none", "d"]
 
@@ -561,8 +609,6 @@ def test_evaluate_predict_load_and_serve_give_the_same_labels(trained, scenes, t
     [
         (["task.distill={teacher: models/a}"], "task.distill does not apply to several labels an image"),
         (["data.balance=equal"], "data.balance does not apply to several labels an image"),
-        (["evaluate.probes=[knn]"], "evaluate.probes knn does not apply to several labels an image"),
-        (["evaluate.probes=[calibration]"], "evaluate.probes calibration does not apply to several labels an image"),
         (["task.thresholds=[0.5, 0.5]"], "task.thresholds: got 2, expected one for each of 10 classes"),
     ],
 )
@@ -593,6 +639,38 @@ def test_scores_of_one_label_are_refused(trained, scenes, tmp_path, capsys, opti
 def test_labels_that_the_data_do_not_have_are_refused(scenes, capsys):
     assert main(["train", "demo", "--dry-run", *NETWORK, f"data.url={scenes}", "task.labels=one"]) == 2
     assert "task.labels: got one, expected several, as the images of" in capsys.readouterr().err
+
+
+def test_probes_are_refused_for_every_task(scenes):
+    for words in (["evaluate.probes=[rank]"], ["task.kind=lejepa", "model.num_classes=null", "evaluate.probes=[knn]"]):
+        run = load_run(None, [*NETWORK, f"data.url={scenes}", *words])
+        with pytest.raises(ConfigError, match=r"evaluate.probes: got \w+, expected none: the images of .* several"):
+            resolve(run)
+
+
+def test_weights_are_of_the_images_that_are_trained_on(scenes):
+    run = load_run(None, [*NETWORK, f"data.url={scenes}", "task.class_weights=equal", "data.holdout=0.5"])
+    resolved = resolve(run)
+    rows = locate_rows(open_dataset(scenes), "train")
+    states_NK = read_labels(np.flatnonzero(~resolved.holdout_mask), rows)
+    present_K = (states_NK == 1).sum(0)
+    expected = (len(states_NK) - present_K) / np.maximum(1, present_K)
+    assert resolved.run.task.class_weights == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_saturated_networks_have_finite_losses_and_gradients():
+    logits_BK = torch.tensor([[20.0, 25.0, -30.0], [17.0, -17.0, 0.0]], requires_grad=True)
+    targets_BK = torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, torch.nan]])
+    for settings in ({"focus_present": 0.5}, {"focus_present": 1.0, "focus_absent": 0.5, "shift": 0.0}, None):
+        task = load_run(None, {"task.labels": "several", "task.loss": "asymmetric", "task.asymmetric": settings}).task
+        logits_BK.grad = None
+        LOSSES["asymmetric"].of_labels(logits_BK, targets_BK, task, None).backward()
+        assert logits_BK.grad.isfinite().all()
+    states_NK = np.array([[0, 1, 1], [0, 0, -1]])
+    found = label_loss(logits_BK.detach().numpy(), states_NK, "sigmoid")
+    assert found == pytest.approx((20 + np.log1p(np.exp(-25)) + 30 + 17 + np.log1p(np.exp(-17))) / 5, rel=1e-6)
+    assert best_threshold(np.array([1.0, 1.0]), np.array([1, 1])) == 1.0
+    load_run(None, {"task.labels": "several", "model.num_classes": 2, "task.thresholds": [1.0, 0.0]})
 
 
 def test_each_demo_task_names_its_classes():
@@ -630,13 +708,14 @@ def test_weights_of_one_label_are_those_of_torch():
 def test_weights_by_rarity_keep_the_mean_over_the_images(counts):
     counts_K = np.array(counts)
     for balance, power in (("square_root", 0.5), ("equal", 1.0)):
-        weights_K = loss_weights(balance, counts_K, sum(counts), ["a", "b", "c"], "one")
+        weights_K = loss_weights(balance, counts_K, sum(counts) - counts_K, ["a", "b", "c"], "one")
         assert (weights_K * counts_K).sum() / counts_K.sum() == pytest.approx(1)
         shares = weights_K * np.maximum(counts_K, 1) ** power
         assert np.ptp(shares) == pytest.approx(0, abs=1e-9)
-        several_K = loss_weights(balance, counts_K, 1000, ["a", "b", "c"], "several")
-        present_K = np.maximum(1, counts_K)
-        assert several_K.tolist() == pytest.approx(((1000 - present_K) / present_K) ** power)
+        absent_K = 1000 - 2 * counts_K  # of some images it is not known
+        several_K = loss_weights(balance, counts_K, absent_K, ["a", "b", "c"], "several")
+        expected = (np.maximum(1, absent_K) / np.maximum(1, counts_K)) ** power
+        assert several_K.tolist() == pytest.approx(expected.tolist())
 
 
 def test_a_run_records_the_weights_of_its_classes(scenes, capsys):

@@ -65,7 +65,7 @@ ClassWeights = Annotated[
     ),
 ]
 Thresholds = Annotated[
-    tuple[Fraction, ...] | None,
+    tuple[Annotated[float, Field(ge=0, le=1)], ...] | None,
     Field(
         strict=False,
         description="Of several labels: the least probability of each class that counts as present. The end of training"

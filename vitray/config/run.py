@@ -86,7 +86,8 @@ class Run(Section):
         weights = self.classification.class_weights if self.classification else "none"
         lists = {"thresholds": self.thresholds, "class_weights": weights if isinstance(weights, tuple) else None}
         for name, values in lists.items():
-            if values is not None and len(values) != (classes := self.model.num_classes or 0):
+            has_number = "num_classes" in self.model.model_fields_set  # else the dataset sets it
+            if values is not None and has_number and len(values) != (classes := self.model.num_classes or 0):
                 raise ValueError(f"task.{name}: got {len(values)}, expected one for each of {classes} classes")
         return self
 
@@ -145,11 +146,6 @@ class Run(Section):
             raise ValueError(f"evaluate.probes does not apply to task {kind}: probes score features, and it has codes")
         if probes and self.data.evaluated is None:
             raise ValueError("evaluate.probes needs data.val or data.holdout, because it scores at each evaluation")
-        by_label = [name for name in probes if PROBE_TRAITS[name].learns or PROBE_TRAITS[name].reads == "logits"]
-        if by_label and self.has_several_labels:
-            raise ValueError(
-                f"evaluate.probes {by_label[0]} does not apply to several labels an image: it is of classes"
-            )
         by_logits = [name for name in probes if PROBE_TRAITS[name].reads == "logits"]
         if by_logits and self.model.num_classes is None:
             raise ValueError(f"evaluate.probes {by_logits[0]} needs a head, because it compares logits with labels")

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from vitray.cluster.storage_check import check_writable
 from vitray.config.evaluation import PROBE_TRAITS, feature_probes
@@ -29,12 +28,12 @@ from vitray.inference.models import describe_network
 from vitray.inference.network_spec import NetworkSpec
 from vitray.inference.outputs import BATCH, Output, Outputs, Work, compute_outputs
 from vitray.metrics.arrays import ProbeInputs
+from vitray.metrics.classification import log_probability_chunks
 from vitray.metrics.intervals import wilson
 from vitray.metrics.label_sets import LabelSet, LabelSetScore, read_label_set, score_label_set
-from vitray.metrics.multilabel import LabelScores, score_labels
+from vitray.metrics.multilabel import LabelScores, label_loss, score_labels
 from vitray.metrics.probes import probe_scores, probe_shares
 from vitray.models.network import AnyNetwork
-from vitray.models.probabilities import probabilities_of
 from vitray.system import host_facts, storage
 from vitray.system.mlflow_client import has_store
 from vitray.tracking.lineage import ModelScores, TrackedDataset, experiment_of
@@ -165,7 +164,7 @@ def _check(request: Request, networks: Sequence[Network], images: ImageSet, corr
         raise ConfigError(f"{images.url}: {images.split} has no images")
     if images.labels == "several":
         refused = {"--corrupt": request.corrupt, "--imagenet-c": request.imagenet_c, "--labels": request.labels}
-        refused |= {f"--probes {name}": PROBE_TRAITS[name].learns for name in request.probes}
+        refused |= {f"--probes {name}": True for name in request.probes}
         for option, is_given in refused.items():
             if is_given:
                 raise ConfigError(f"{option} does not apply to {images.url}, whose images have several labels")
@@ -260,7 +259,15 @@ def _out_of_fold(request: Request, networks: Sequence[Network], images: ImageSet
     identity = hashlib.sha256(json.dumps([spec.identity for spec in specs]).encode()).hexdigest()
     name = f"{len(folds)} folds"
     spec = specs[0]._replace(name=name, url=", ".join(spec.url for spec in specs), identity=identity)
-    scored, names = _score(spec, images, whole, is_lenient=False), class_names(spec, images)
+    thresholds = None
+    if spec.thresholds is not None:
+        limits = [
+            np.broadcast_to(np.array(network.thresholds or 0.5, np.float32), (len(part.rows), spec.num_classes or 0))
+            for network, part in zip(specs, parts, strict=True)
+        ]
+        thresholds = np.concatenate(limits)[order]
+    names = class_names(spec, images)
+    scored = _score(spec, images, whole, is_lenient=False, thresholds=thresholds)
     if isinstance(scored, LabelScores):
         return Result(name, spec, whole, names, None, {}, several=scored)
     return Result(name, spec, whole, names, scored, {})
@@ -285,8 +292,13 @@ def _folds_of(networks: Sequence[Network], images: ImageSet) -> list[Fold]:
     return folds
 
 
-def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs, *, is_lenient: bool) -> Scored | LabelScores | None:
-    """The scores by the labels of the images; lenient: None if they are of other classes."""
+def _score(
+    spec: NetworkSpec, images: ImageSet, outputs: Outputs, *, is_lenient: bool, thresholds: np.ndarray | None = None
+) -> Scored | LabelScores | None:
+    """The scores by the labels of the images; lenient: None if they are of other classes.
+
+    `thresholds` are those of each image (NK), where several networks are scored as one.
+    """
     if outputs.logits is None:
         return None
     try:
@@ -300,8 +312,10 @@ def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs, *, is_lenient:
     states_NK = np.full(outputs.logits.shape, UNKNOWN, np.int8)  # of a class that only the network has, too
     states_NK[:, numbers] = outputs.labels
     check_finite(outputs.logits, outputs.keys)
-    probabilities_NK = probabilities_of(torch.from_numpy(np.asarray(outputs.logits)), spec.probability).numpy()
-    return score_labels(probabilities_NK, states_NK, outputs.keys, spec.thresholds)
+    chunks = [np.exp(log_BK) for _, log_BK in log_probability_chunks(outputs.logits, probability=spec.probability)]
+    loss = label_loss(outputs.logits, states_NK, spec.probability)
+    limits = spec.thresholds if thresholds is None else thresholds
+    return score_labels(np.concatenate(chunks), states_NK, outputs.keys, limits, loss)
 
 
 # ---- label sets that the authors of test sets publish: ReaL, ImageNet-V2, -A, -R, -Sketch, ObjectNet -----------------

@@ -104,7 +104,7 @@ class ImageSet:
 
     def _label(self, label: Any) -> int | np.ndarray:
         if isinstance(label, LabelList):
-            return label_states([(label.present, label.unknown or ())], len(self.classes))[0]
+            return label_states([label], len(self.classes))[0]
         return -1 if label is None else label
 
     def read_labeled(self, numbers: Sequence[int]) -> list[EncodedImage]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from vitray.metrics.arrays import check_matrix, draw_part
 from vitray.metrics.intervals import LEVEL, Comparison, Difference, Interval
+from vitray.models.probabilities import Probability
 
 # Draws of a bootstrap: fewer where images times classes are many, as each takes their number of steps.
 DRAWS, LEAST_DRAWS, MOST_STEPS = 1000, 100, 4 * 10**9
@@ -58,7 +59,7 @@ class LabelScores(NamedTuple):
     """map; f1_micro, f1_macro: by the network's thresholds; f1_micro_chosen, f1_macro_chosen: by thresholds that the
     other half of the images chose."""
     loss: float
-    """Mean binary cross-entropy of the known labels, for any training loss."""
+    """Mean binary cross-entropy of the known labels, for any training loss; NaN if it was not given."""
     classes: list[LabelScore]
     together: np.ndarray
     """KxK images at which both classes are present; on the diagonal, those of one."""
@@ -78,19 +79,20 @@ def score_labels(
     probabilities_NK: np.ndarray,
     states_NK: np.ndarray,
     keys: Sequence[str],
-    thresholds: Sequence[float] | None = None,
+    thresholds: np.ndarray | Sequence[float] | None = None,
+    loss: float = float("nan"),
     draws: int | None = None,
 ) -> LabelScores:
     """Return the scores of N images from the probabilities of all classes and their states (1, 0, -1 unknown).
 
-    `thresholds`: the least probability of each class that is predicted; None: 0.5
+    `thresholds`: the least probability of each class that is predicted (K, or NK); None: 0.5
     """
     draws = draws or max(LEAST_DRAWS, min(DRAWS, MOST_STEPS // states_NK.size))
-    thresholds_K = np.full(states_NK.shape[1], THRESHOLD) if thresholds is None else np.array(thresholds)
+    limits = np.asarray(THRESHOLD if thresholds is None else thresholds, np.float32)
     probabilities_NK = check_matrix("probabilities", probabilities_NK, "classes").astype(np.float64)
     is_known_NK, is_present_NK = states_NK >= 0, states_NK == 1
     chosen_NK = cross_chosen(probabilities_NK, states_NK, keys)
-    predicted_NK = probabilities_NK >= thresholds_K
+    predicted_NK = probabilities_NK.astype(np.float32) >= limits  # as `vitray predict` compares them
     tables = {"": _outcomes(predicted_NK, states_NK), "_chosen": _outcomes(chosen_NK, states_NK)}
     rankings = [Ranking.of(probabilities_NK[:, label], states_NK[:, label]) for label in range(states_NK.shape[1])]
     drawn: dict[str, list[np.ndarray]] = {}
@@ -109,8 +111,6 @@ def score_labels(
         for mean, f1 in _f1(once, table).items():
             intervals[f"{mean}{name}"] = _interval(float(f1[0]), np.concatenate(drawn[f"{mean}{name}"]))
     hits_K, predicted_K, present_K = (table.sum(0) for table in tables[""])
-    clipped_NK = np.clip(probabilities_NK, 1e-15, 1 - 1e-15)
-    losses_NK = -np.where(is_present_NK, np.log(clipped_NK), np.log1p(-clipped_NK))
     classes = [
         LabelScore(
             label=label,
@@ -128,7 +128,7 @@ def score_labels(
     return LabelScores(
         images=len(states_NK),
         intervals=intervals,
-        loss=float(losses_NK[is_known_NK].mean()) if is_known_NK.any() else float("nan"),
+        loss=loss,
         classes=classes,
         together=(present_NK.T @ present_NK).astype(np.int64),
         predicted_together=(shown_NK.T @ shown_NK).astype(np.int64),
@@ -137,6 +137,24 @@ def score_labels(
         states=states_NK,
         drawn_maps=map_D,
     )
+
+
+def label_loss(logits_NK: np.ndarray, states_NK: np.ndarray, probability: Probability) -> float:
+    """Return the mean binary cross-entropy of the known labels, from logits; NaN without any."""
+    from scipy.special import log_expit, log_softmax  # loads slowly
+
+    total, known = 0.0, 0
+    rows = max(1, CHUNK_VALUES // logits_NK.shape[1])
+    for start in range(0, len(logits_NK), rows):
+        part_BK, states_BK = logits_NK[start : start + rows].astype(np.float64), states_NK[start : start + rows]
+        if probability == "sigmoid":
+            log_p_BK, log_not_p_BK = log_expit(part_BK), log_expit(-part_BK)
+        else:
+            log_p_BK = log_softmax(part_BK, axis=1)
+            log_not_p_BK = np.log1p(-np.minimum(np.exp(log_p_BK), 1 - 2.0**-53))
+        losses_BK = -np.where(states_BK == 1, log_p_BK, log_not_p_BK)
+        total, known = total + float(losses_BK[states_BK >= 0].sum()), known + int((states_BK >= 0).sum())
+    return total / known if known else float("nan")
 
 
 def mean_average_precision(scores_NK: np.ndarray, states_NK: np.ndarray) -> float:

@@ -17,7 +17,7 @@ from vitray.config.augmentation import Normalize
 from vitray.config.sections import TaskTraits
 from vitray.data.augment.mixing import DeviceBatch, normalized, to_device
 from vitray.metrics.arrays import Examples
-from vitray.metrics.multilabel import THRESHOLD, best_threshold, mean_average_precision
+from vitray.metrics.multilabel import THRESHOLD, best_threshold, label_loss, mean_average_precision
 from vitray.models.probabilities import Probability, probabilities_of
 
 MAX_MISTAKES = 16
@@ -126,34 +126,39 @@ def evaluate_labels(
     probability: Probability = "sigmoid",
 ) -> Score:
     """Return the score of a classifier of several labels an image over the batches of all workers."""
-    parts: list[Tensor] = []  # of each batch, B x 2 x K: probabilities and states
-    images = 0
+    logits = [torch.empty(0, num_classes, device=device)]
+    states, images = [torch.empty(0, num_classes, dtype=torch.int8, device=device)], 0
     for batch in _batches(vit, data):
         with autocast:
             logits_BK = vit(normalized(batch.images, data.normalize))
         real = len(batch.rows)  # the padding is at the end
-        parts.append(torch.stack([probabilities_of(logits_BK, probability), batch.labels.float()], 1)[:real])
+        logits.append(logits_BK[:real].float())
+        states.append(batch.labels[:real].to(torch.int8))
         images += real
-    both_N2K = torch.cat([torch.empty(0, 2, num_classes, device=device), *parts])
+    logits_NK, states_NK = torch.cat(logits), torch.cat(states)
     counted, corrupt, _ = _means(images, torch.zeros(1, dtype=torch.float64, device=device), data)
     if dist.is_initialized():
         # Every worker gives as many rows; those that it lacks have classes that are all unknown.
-        most = torch.tensor(len(both_N2K), device=device)
+        most = torch.tensor(len(logits_NK), device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        own_M2K = F.pad(both_N2K, (0, 0, 0, 0, 0, int(most) - len(both_N2K)), value=-1.0)
-        gathered = [torch.empty_like(own_M2K) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, own_M2K)
-        both_N2K = torch.cat(gathered)
-    probabilities_NK, states_NK = both_N2K.unbind(1)
-    # In the order of their values: sums must not depend on which worker had an image.
-    loss = float("nan")
-    if len(known := states_NK[states_NK >= 0]):
-        losses = F.binary_cross_entropy(probabilities_NK[states_NK >= 0].double(), known.double(), reduction="none")
-        loss = float(losses.sort().values.mean())
-    arrays = probabilities_NK.double().cpu().numpy(), states_NK.cpu().numpy()
-    found = [best_threshold(*columns) for columns in zip(*(array.T for array in arrays), strict=True)]
-    thresholds = [THRESHOLD if each is None else each for each in found]
-    return Score(counted, loss, map=mean_average_precision(*arrays), thresholds=thresholds, corrupt=corrupt)
+        missing = (0, 0, 0, int(most) - len(logits_NK))
+        logits_NK, states_NK = _gathered(F.pad(logits_NK, missing)), _gathered(F.pad(states_NK, missing, value=-1))
+    found_NK, known_NK = logits_NK.cpu(), states_NK.cpu().numpy()
+    # A row that is not finite comes last, and its loss is not a number.
+    probabilities_NK = probabilities_of(found_NK, probability).nan_to_num(0.0).numpy()
+    ranked_NK = found_NK.nan_to_num(-torch.inf).numpy() if probability == "sigmoid" else probabilities_NK
+    loss = label_loss(found_NK.numpy(), known_NK, probability)
+    columns = zip(probabilities_NK.T, known_NK.T, strict=True)
+    thresholds = [THRESHOLD if (each := best_threshold(*column)) is None else each for column in columns]
+    average = mean_average_precision(ranked_NK, known_NK)
+    return Score(counted, loss, map=average, thresholds=thresholds, corrupt=corrupt)
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """Return the rows of all workers, which have equal numbers of them."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.cat(parts)
 
 
 @torch.no_grad()

@@ -64,7 +64,7 @@ def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
     run, initial, tokenizer = _open_weights(run, dataset)
     teacher = _open_teacher(run, dataset)
     images, val_images, mask = _split_images(run, dataset)
-    run = _completed_by_data(run, dataset, images)
+    run = _completed_by_data(run, dataset, mask, images)
     _check_settings(run, dataset, images)
     if not is_known:
         check_sizes(dataset, dict.fromkeys([run.data.train, run.data.evaluated or run.data.train]))
@@ -149,7 +149,7 @@ def _open_weights(run: Run, dataset: Dataset) -> "tuple[Run, InitialWeights | No
     return run, None, None
 
 
-def _completed_by_data(run: Run, dataset: Dataset, images: int) -> Run:
+def _completed_by_data(run: Run, dataset: Dataset, mask: np.ndarray | None, images: int) -> Run:
     """Return the run with the views of its task, and with omitted settings that follow from the images."""
     traits, changes = run.task.traits, dict[str, Any]()
     if run.classification and run.classification.labels != dataset.labels:
@@ -164,8 +164,12 @@ def _completed_by_data(run: Run, dataset: Dataset, images: int) -> Run:
     if "views" in traits.needs and run.data.views is None:
         changes["data.views"] = run.data.chosen_views.model_dump(mode="json")
     if run.classification and not isinstance(weights := run.classification.class_weights, tuple) and weights != "none":
-        split = dataset.splits[run.data.train]
-        found = loss_weights(weights, np.array(split.class_counts), split.rows, dataset.classes, dataset.labels)
+        from vitray.data.stream.decoding import locate_rows
+        from vitray.data.stream.stream import class_counts
+
+        used = None if mask is None else np.flatnonzero(~mask)
+        counts = class_counts(locate_rows(dataset, run.data.train), used)
+        found = loss_weights(weights, *counts, dataset.classes, dataset.labels)
         changes["task.class_weights"] = [float(f"{weight:.6g}") for weight in found]
     if traits.by_data:
         row = by_data(images)
@@ -313,6 +317,11 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
         got = f"{run.data.held_out} of train held out" if run.data.held_out else "data.val null"
         wanted = "expected images on which no version was trained: data.val, data.holdout 0 and data.fold null"
         raise ConfigError(f"tracking.promote: got a rule with {got}; {wanted}")
+    if run.evaluate.probes and dataset.labels == "several":
+        raise ConfigError(
+            f"evaluate.probes: got {', '.join(run.evaluate.probes)}, expected none: the images of {dataset.url} have"
+            " several labels, and probes are of classes"
+        )
     learning = sorted(name for name in run.evaluate.probes if PROBE_TRAITS[name].learns)
     if learning and len(dataset.classes) < 2:
         raise ConfigError(f"evaluate.probes {', '.join(learning)} needs labels to learn from; {dataset.url} has none")

@@ -138,16 +138,15 @@ def asymmetric_loss(logits_BK: Tensor, targets_BK: Tensor, task: Labeled, weight
     present class has its weight."""
     settings, logits_BK = task.asymmetric or Asymmetric(), logits_BK.float()
     smoothed_BK, known_BK = smoothed_presence(targets_BK, task)
-    p_BK = logits_BK.sigmoid()
-    present_BK = -((1 - p_BK) ** settings.focus_present) * F.logsigmoid(logits_BK)
+    log_p_BK, log_not_p_BK = F.logsigmoid(logits_BK), F.logsigmoid(-logits_BK)
+    present_BK = -(settings.focus_present * log_not_p_BK).exp() * log_p_BK
     if weights_K is not None:
         present_BK = present_BK * weights_K
     if settings.shift:
-        q_BK = (p_BK - settings.shift).clamp(min=0)
-        log_not_q_BK = (1 - q_BK).log()
+        q_BK = (logits_BK.sigmoid() - settings.shift).clamp(min=1e-8)  # a power of 0 has no gradient
+        absent_BK = -(q_BK**settings.focus_absent) * (1 - q_BK).log()
     else:
-        q_BK, log_not_q_BK = p_BK, F.logsigmoid(-logits_BK)
-    absent_BK = -(q_BK**settings.focus_absent) * log_not_q_BK
+        absent_BK = -(settings.focus_absent * log_p_BK).exp() * log_not_p_BK
     return ((smoothed_BK * present_BK + (1 - smoothed_BK) * absent_BK) * known_BK).mean()
 
 

@@ -205,9 +205,12 @@ def mix_rows(images_BCHW: Tensor, targets_BK: Tensor, mixing: Mixing, partner_B:
     is_inside_BHW = is_high_BH[:, :, None] & is_wide_BW[:, None]
     kept_BHW = torch.where(is_inside_BHW, inside_B1[:, :, None], 1.0)
     mixed_BCHW = torch.lerp(images_BCHW[index_B], images_BCHW, kept_BHW[:, None])
-    # A class is unknown if it is so in either image, unless that image has no share.
     own_BK = torch.where(share_B1 == 0, 0.0, targets_BK * share_B1)
-    return mixed_BCHW, own_BK + torch.where(partner_share_B1 == 0, 0.0, targets_BK[index_B] * partner_share_B1)
+    other_BK = torch.where(partner_share_B1 == 0, 0.0, targets_BK[index_B] * partner_share_B1)
+    mixed_BK = own_BK.nan_to_num(0.0) + other_BK.nan_to_num(0.0)
+    # A class is unknown where neither image is known to show it, and one may.
+    is_unknown_BK = (own_BK.isnan() | other_BK.isnan()) & (mixed_BK == 0)
+    return mixed_BCHW, torch.where(is_unknown_BK, torch.nan, mixed_BK)
 
 
 # ---- erasing ---------------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def inspect_chunk(request: ShardRequest, kind: Kind, items: Sequence[SourceEntry
     for item, (content, label) in zip(items, read_items(kind, items, request), strict=True):
         row: dict[str, Any] = {"split": item.split, "name": item.name, "others": list(item.others)}
         if isinstance(label, LabelList):
-            row |= {"labels": list(label.present), "unknown": list(label.unknown or ())}
+            row |= {"labels": list(label.present), "unknown": None if label.unknown is None else list(label.unknown)}
         else:
             row["label"] = label
         rows.append(row)

@@ -18,11 +18,11 @@ class LabelList(NamedTuple):
     unknown: tuple[Any, ...] | None = ()
     """Classes that are neither known to be present nor known to be absent; None is all that are not present."""
 
-    def numbered(self, code: Mapping[Any, int], classes: int) -> "LabelList":
+    def numbered(self, code: Mapping[Any, int]) -> "LabelList":
         """Return the classes by number, each once and ascending; `code` has those of all labels."""
         present = {code[label] for label in self.present}
-        unknown = range(classes) if self.unknown is None else [code[label] for label in self.unknown]
-        return LabelList(tuple(sorted(present)), tuple(sorted({*unknown} - present)))
+        unknown = None if self.unknown is None else tuple(sorted({code[label] for label in self.unknown} - present))
+        return LabelList(tuple(sorted(present)), unknown)
 
 
 def names_of(label: int | np.ndarray, classes: Sequence[str]) -> str:
@@ -32,11 +32,11 @@ def names_of(label: int | np.ndarray, classes: Sequence[str]) -> str:
     return classes[label]
 
 
-def label_states(lists: Iterable[tuple[Sequence[int], Sequence[int]]], classes: int) -> np.ndarray:
-    """Return NxK int8 states from the numbers of the present and the unknown classes of each image."""
+def label_states(lists: Iterable[tuple[Sequence[int], Sequence[int] | None]], classes: int) -> np.ndarray:
+    """Return NxK int8 states from the numbers of the present and the unknown classes of images; None is all others."""
     rows = list(lists)
     states_NK = np.zeros((len(rows), classes), np.int8)
     for row_K, (present, unknown) in zip(states_NK, rows, strict=True):
-        row_K[list(unknown)] = UNKNOWN
+        row_K[slice(None) if unknown is None else list(unknown)] = UNKNOWN
         row_K[list(present)] = PRESENT
     return states_NK

@@ -49,6 +49,8 @@ _TAR_IMAGES = {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm",
 LARGEST_FILE = 2**30
 LONGEST_NAME = 200
 NUMBER = "(0|[1-9][0-9]*)"
+# Images times categories of a file of COCO's layout.
+MOST_STATES = 2 * 10**9
 # Numbers without images are classes too: this many classes are allowed, or this many for each with images.
 SOME_CLASSES, MOST_CLASSES = 1000, 10
 
@@ -168,11 +170,11 @@ def list_source(request: ShardRequest, detected: DetectedSource, mapped: Mapped)
     if kind == "demo" and settings.task == "scene":
         labels = "several"
     items, classes, rejects = _number_labels(selected, names, kind)
-    if labels == "several" and kind != "demo" and not any(item.label.present for item in items):
-        raise ConfigError(f"{source}: no image has a label; expected at least one label in all")
     if not items:
         first = f": {rejects[0].file}: {rejects[0].reason}" if rejects else ""
         raise ConfigError(f"{source}: none of {len(rejects)} images can be used, as a {kind} source{first}")
+    if labels == "several" and kind != "demo" and not any(item.label.present for item in items):
+        raise ConfigError(f"{source}: no image has a label; expected at least one label in all")
     splits_by_file = {item.file: item.split for item in items}
     in_use = [(splits_by_file[table.file], table) for table in tables if table.file in splits_by_file]
     return Listing(kind, items, classes, rejects, in_use, labels)
@@ -376,10 +378,16 @@ def list_coco(url: str, detected: DetectedSource) -> tuple[list[str], list[Sourc
                     raise ConfigError(f"{url}: annotation {at}: no {name.partition('_')[0]} has id {short(each[name])}")
             found[each["image_id"]].append(order[each["category_id"]])
         entries = []
+        if len(images) * len(categories) > MOST_STATES:
+            raise ConfigError(f"{url}: {len(images):,} images of {len(categories):,} categories, expected fewer")
         for number, image in images.items():
-            present, absent, path = found[number], image.get("neg_category_ids"), str(image["file_name"])
-            known = set(order.values()) if absent is None else {*present, *(order[each] for each in absent)}
-            labels = LabelList(tuple(present), tuple(sorted(set(order.values()) - known)))
+            present, absent = found[number], image.get("neg_category_ids")
+            # LVIS names the folder of COCO and the file at the end of an address.
+            path = str(image["file_name"] if "file_name" in image else "/".join(image["coco_url"].split("/")[-2:]))
+            labels = LabelList(tuple(present))
+            if absent is not None:  # all others are unknown
+                known = {*present, *(order[each] for each in absent)}
+                labels = LabelList(tuple(present), None if known == {*present} else tuple({*order.values()} - known))
             entry = SourceEntry(str(image.get("split") or ""), path, "", label=labels)
             entries.append(_located(entry, path, detected, detected.folder))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -415,7 +423,8 @@ def list_tar(url: str, name: str, settings: ShardSettings) -> list[SourceEntry]:
                         reason = "the member is no plain file"
                     place = (url, member.offset_data, member.size)
                     if key in entries:
-                        replaced.append(entries[key]._replace(reason="a later member is the image of the same sample"))
+                        again = "a later member is the image of the same sample"
+                        replaced.append(entries[key]._replace(reason=again, others=(None,) * len(columns)))
                     entries[key] = SourceEntry(split_in(name), f"{name}/{member.name}", *place, None, reason)
                 elif member.isreg() and ending == (label or "cls") and (file := tar.extractfile(member)):
                     labels[key] = file.read(2**16).decode(errors="surrogateescape").strip()
@@ -581,7 +590,7 @@ def _number_labels(
             present, unknown = entry.label
             plain = tuple(_plain_in(present, entry.name, kind))
             others = None if unknown is None else tuple(_plain_in(unknown, entry.name, kind))
-            label = LabelList(plain, others).numbered(codes, len(classes))
+            label = LabelList(plain, others).numbered(codes)
         elif not reason:
             plain = _plain_label(entry.label, entry.name, kind)
             label = None if plain is None else codes[plain]

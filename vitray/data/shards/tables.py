@@ -124,6 +124,7 @@ def read_image_table(
             expected = "numbers or text, or a list of them" if name in lists else "numbers or text"
             raise ConfigError(f"{url}: column {name} is {kind}, expected {expected}")
     with _opened(url, [name for name in wanted if not _is_list(schema.field(name).type)]) as file:
+        _check_lists(url, file, [name for name in wanted if _is_list(schema.field(name).type)])
         table = file.read(columns=list(dict.fromkeys(wanted)))
         labels, *others = (
             [value for chunk in table.column(name).chunks for value in _values(chunk)] for name in wanted
@@ -132,6 +133,18 @@ def read_image_table(
         has_lists = _is_list(schema.field(label).type)
         groups = tuple(_group_sizes(file))
         return ImageTable(url, image_path, label, labels, groups, names, tuple(others), undecided, has_lists)
+
+
+def _check_lists(url: str, file: pq.ParquetFile, names: Sequence[str]) -> None:
+    """Refuse lists that together have more values than the file has bytes."""
+    layout, size = file.metadata, max(1, _size(url))
+    for group in map(layout.row_group, range(layout.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.path_in_schema.partition(".")[0] in names and chunk.num_values > max(size, 10**6):
+                raise ConfigError(
+                    f"{url}: column {chunk.path_in_schema}: {chunk.num_values:,} values in {size:,} bytes, expected at"
+                    " most one a byte"
+                )
 
 
 def _is_list(kind: pa.DataType) -> bool:

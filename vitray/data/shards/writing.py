@@ -160,8 +160,8 @@ def select_classes(listing: Listing, names: Sequence[str] | None) -> Listing:
     if listing.labels == "several":
 
         def chosen(label: LabelList) -> LabelList:
-            kept = ([each for each in part if each in numbers] for part in (label.present, label.unknown or ()))
-            return LabelList(*map(tuple, kept)).numbered(numbers, len(names))
+            present, unknown = (None if part is None else tuple({*part} & numbers.keys()) for part in label)
+            return LabelList(present or (), unknown).numbered(numbers)
 
         items = [item._replace(label=chosen(item.label)) for item in listing.items]
         items = [item for item in items if item.label.present]
@@ -347,8 +347,8 @@ def _check_indexable(listing: Listing) -> None:
             )
         labels = table.labels
         if table.has_lists:
-            labels = [each for part in (labels, table.unknown or ()) for row in part for each in row or ()]
-            labels += [None for row in table.labels if row is None]
+            lists = [*labels, *(table.unknown or ())]
+            labels = [each for row in lists for each in ([None] if row is None else row)]
         wrong = [label for label in labels if type(label) is not int or not 0 <= label < len(listing.classes)]
         if wrong:
             raise ConfigError(

@@ -97,12 +97,12 @@ def class_weights(
 
 
 def loss_weights(
-    balance: Balance, counts_K: np.ndarray, images: int, classes: Sequence[str], labels: Labels
+    balance: Balance, counts_K: np.ndarray, absent_K: np.ndarray, classes: Sequence[str], labels: Labels
 ) -> np.ndarray:
-    """Return the weight of each class in the loss.
+    """Return the weight of each class in the loss, from the numbers of images that have it, and that lack it.
 
     Of one label an image, the mean over the images is 1. Of several, it is that of a present class against an absent
-    one, from the images that have each class.
+    one.
     """
     weights_K = class_weights(balance, counts_K, classes, "task.class_weights")
     if isinstance(balance, dict):
@@ -110,5 +110,4 @@ def loss_weights(
     if labels == "one":
         return weights_K * counts_K.sum() / (weights_K * counts_K).sum()
     power = {"none": 0.0, "square_root": 0.5, "equal": 1.0}[balance]
-    present_K = np.maximum(1, counts_K)
-    return (np.maximum(1, images - present_K) / present_K) ** power
+    return (np.maximum(1, absent_K) / np.maximum(1, counts_K)) ** power

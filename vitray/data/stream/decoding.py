@@ -338,6 +338,8 @@ def _check_labels(rows: SplitRows, table: pa.Table) -> np.ndarray:
     columns = {name: table.column(name).to_pylist() for name in label_columns(rows.columns)}
     for name, values in columns.items():
         lists = values if rows.has_lists else [values]
+        if name == rows.columns.unknown:  # null: all classes that are not among the labels
+            lists = [each for each in values if each is not None]
         if not all(
             isinstance(each, list) and all(isinstance(label, int) and 0 <= label < rows.classes for label in each)
             for each in lists

@@ -26,6 +26,9 @@ from vitray.data.stream.decoding import (
 from vitray.data.stream.epoch_order import EpochOrder, positions_of
 from vitray.errors import ConfigError
 
+# Images whose labels are in memory together.
+LABELS_AT_ONCE = 2**16
+
 
 class Reader(Protocol):
     """Decodes the images of a stream for one worker, step by step: exactly the planned ones, in order."""
@@ -154,6 +157,19 @@ class Stream:
                 f"{self.dataset.url}: {len(names)} of {self.images} images cannot be decoded, more than"
                 f" max_corrupt {self.spec.max_corrupt:g}: {few}"
             )
+
+
+def class_counts(rows: SplitRows, used: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the images that have each class, and those that are known not to have it; reads all labels."""
+    present_K, absent_K = np.zeros(rows.classes, np.int64), np.zeros(rows.classes, np.int64)
+    used = np.arange(rows.starts[-1]) if used is None else used
+    for start in range(0, len(used), LABELS_AT_ONCE):
+        labels = read_labels(used[start : start + LABELS_AT_ONCE], rows)
+        if labels.ndim == 1:
+            present_K += np.bincount(labels, minlength=rows.classes)
+        else:
+            present_K, absent_K = present_K + (labels == 1).sum(0), absent_K + (labels == 0).sum(0)
+    return present_K, absent_K if rows.has_lists else len(used) - present_K
 
 
 def class_balance(
