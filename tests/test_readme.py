@@ -87,6 +87,8 @@ def folder(tmp_path_factory, ray_cluster):
     classes, base = [str(index) for index in range(10)], str(folder / "models/deit3_b")
     save_model(base, Run(model=vit.model), vit, classes)
     save_model(str(folder / "runs/photos/model"), Run(model=vit.model), vit, classes)
+    several = Supervised(labels="several", loss="bce")
+    save_model(str(folder / "runs/scenes/model"), Run(model=vit.model, task=several), vit, classes)
     for name in ("cars", "birds"):
         vit.head.bias.data += 1
         save_model(str(folder / "models" / name), Run(model=vit.model), vit, classes, relative_to=base)
