@@ -111,10 +111,9 @@ def test_a_threshold_has_the_highest_f1_of_all(scores_NK, seed):
             assert not (states_N == 1).any()
             continue
 
-        def f1(threshold: float) -> float:
-            return f1_score(states_N[is_known_N], scores_N[is_known_N] >= threshold)  # noqa: B023
-
-        assert f1(chosen) == pytest.approx(max(f1(value) for value in [*scores_N, chosen]), abs=1e-12)
+        present, scores = states_N[is_known_N], scores_N[is_known_N]
+        best = max(f1_score(present, scores >= value) for value in [*scores_N, chosen])
+        assert f1_score(present, scores >= chosen) == pytest.approx(best, abs=1e-12)
 
 
 def test_a_class_that_is_unknown_does_not_count():
