@@ -72,7 +72,7 @@ def test_scores_equal_a_loop_over_seeds_and_shots():
             assert len(rows) == 5 * shots
             assert np.array_equal(each.predictions, targets.argmax(1))
             assert each.hits == (targets.argmax(1) == test.labels).sum() == round(each.top1 * 80)
-    values, hits = few_shot_scores(ProbeInputs(test, 5, train))
+    values, hits, _ = few_shot_scores(ProbeInputs(test, 5, train))
     top1 = [each.top1 for each in scores[5]]
     assert values["few_shot25"] > values["few_shot1"]
     assert (values["few_shot5"], values["few_shot5_std"]) == pytest.approx((np.mean(top1), np.std(top1, ddof=1)))
@@ -88,8 +88,8 @@ def test_the_constants_are_the_published_ones():
 def test_the_order_of_test_images_changes_nothing():
     train, test = clusters(100), clusters(40, 1)
     order = np.random.default_rng(1).permutation(40)
-    one, hits = few_shot_scores(ProbeInputs(test, 5, train))
-    other, others = few_shot_scores(ProbeInputs(Labeled(test.features[order], test.labels[order]), 5, train))
+    one, hits, _ = few_shot_scores(ProbeInputs(test, 5, train))
+    other, others, _ = few_shot_scores(ProbeInputs(Labeled(test.features[order], test.labels[order]), 5, train))
     assert one == other
     assert np.array_equal(hits["few_shot5"][order], others["few_shot5"])
 

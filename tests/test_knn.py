@@ -111,6 +111,6 @@ def test_bad_input_is_refused_by_name():
 
 
 def test_few_training_images_are_all_neighbors():
-    values, hits = knn_scores(ProbeInputs(clusters(9), 5, clusters(9)))
+    values, hits, _ = knn_scores(ProbeInputs(clusters(9), 5, clusters(9)))
     assert values.keys() == {"knn9", "knn9_low", "knn9_high"}
     assert hits["knn9"].mean() == values["knn9"]

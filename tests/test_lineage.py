@@ -18,6 +18,7 @@ from vitray.inspection.report import inspect_networks as inspection_verb
 from vitray.system import host_facts
 from vitray.system.mlflow_client import open_client, tracking_uri
 from vitray.tracking.lineage import ModelScores, TrackedDataset
+from vitray.tracking.model_registry import VersionScore
 from vitray.tracking.spool import RECORDS, Spool
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.tracking.upload import Uploader
@@ -227,7 +228,7 @@ def test_a_run_scores_its_own_model_of_a_folder_that_another_run_logs_too(logged
 @pytest.mark.parametrize("address", ["/runs/a/model", "models:/vit/1", "runs:/{run}/vit", "models:/{model}"])
 def test_an_evaluation_is_linked_to_the_training_run_and_to_the_registered_version(logged, address):
     with begin("u1", "trained") as tracker:
-        tracker.model("/runs/a/model", register_as="vit", top1=0.5, scored_on="val")
+        tracker.model("/runs/a/model", register_as="vit", score=VersionScore("val/top1", 0.5), scored_on="val")
     training, [model] = the_run("u1"), models()
     url = address.format(run=training.info.run_id, model=model.model_id)
     evaluated = VAL._replace(context="evaluation")
@@ -301,7 +302,7 @@ def test_an_evaluation_becomes_a_run_of_the_trainings_experiment(tmp_path, logge
     run, vit, classes = load_model(str(tmp_path / "runs" / "a" / "model"))
     save_model(str(tmp_path / "model"), run.replace({"tracking.experiment": EXPERIMENT}), vit, classes)
     with begin("u1", "trained") as tracker:
-        tracker.model(str(tmp_path / "model"), register_as="vit", top1=0.5, scored_on="val")
+        tracker.model(str(tmp_path / "model"), register_as="vit", score=VersionScore("val/top1", 0.5), scored_on="val")
     request = Request(["model"], data.url, out=str(tmp_path / "out"), workers=1)
     evaluated, _ = evaluate(request)
     evaluate(request)
@@ -328,7 +329,9 @@ def test_an_inspection_becomes_a_run_with_its_figures_linked_to_its_model(tmp_pa
     run, vit, classes = load_model(str(tmp_path / "model"))
     save_model(str(tmp_path / "own" / "model"), run.replace({"tracking.experiment": EXPERIMENT}), vit, classes)
     with begin("u1", "trained") as tracker:
-        tracker.model(str(tmp_path / "own" / "model"), register_as="vit", top1=0.5, scored_on="val")
+        tracker.model(
+            str(tmp_path / "own" / "model"), register_as="vit", score=VersionScore("val/top1", 0.5), scored_on="val"
+        )
     request = inspection_verb.Request("own/model", [data.url], ["positions"], out=str(tmp_path / "out"))
     inspection, _ = inspection_verb.inspect_networks(request)
     inspection_verb.inspect_networks(request)

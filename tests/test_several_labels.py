@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from networks import scrambled
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, f1_score, precision_score, recall_score
 from torch import Tensor
 
@@ -39,6 +40,10 @@ from vitray.data.stream.decoding import locate_rows, read_labels
 from vitray.data.stream.local_reader import LocalReader
 from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError
+from vitray.metrics import linear_probe
+from vitray.metrics.arrays import Labeled, ProbeInputs
+from vitray.metrics.knn import label_scores
+from vitray.metrics.linear_probe import fit_head, probe_linear
 from vitray.metrics.multilabel import (
     Ranking,
     best_threshold,
@@ -49,6 +54,7 @@ from vitray.metrics.multilabel import (
     mean_average_precision,
     score_labels,
 )
+from vitray.metrics.probes import probe_scores, probe_shares
 from vitray.models.vit import ViT
 from vitray.runs.resolve import resolve
 from vitray.sweeps.capacity import Node
@@ -159,7 +165,7 @@ def test_two_networks_are_compared_on_the_same_draws():
     weak, same, strong = (
         score_labels(1 / (1 + np.exp(-(noise_NK + gain * states_NK))), states_NK, keys) for gain in (1.0, 1.0, 1.6)
     )
-    better, equal = compare_maps(strong, weak), compare_maps(weak, same)
+    better, equal = compare_maps(strong.map, weak.map), compare_maps(weak.map, same.map)
     assert better.significant
     assert better.difference.low > 0.03
     assert "bootstrap over images: p = 0.002)" in better.sentence()
@@ -628,7 +634,7 @@ def test_settings_of_several_labels_need_several(words, message):
         load_run(None, words)
 
 
-@pytest.mark.parametrize("option", [["--probes", "knn"], ["--corrupt"], ["--labels", "real=real.json"]])
+@pytest.mark.parametrize("option", [["--probes", "few_shot"], ["--corrupt"], ["--labels", "real=real.json"]])
 def test_scores_of_one_label_are_refused(trained, scenes, tmp_path, capsys, option):
     words = [str(trained / "model"), scenes, "--out", str(tmp_path / "out"), *option]
     assert main(["evaluate", *words]) == 2
@@ -640,11 +646,90 @@ def test_labels_that_the_data_do_not_have_are_refused(scenes, capsys):
     assert "task.labels: got one, expected several, as the images of" in capsys.readouterr().err
 
 
-def test_probes_are_refused_for_every_task(scenes):
-    for words in (["evaluate.probes=[rank]"], ["task.kind=lejepa", "model.num_classes=null", "evaluate.probes=[knn]"]):
-        run = load_run(None, [*NETWORK, f"data.url={scenes}", *words])
-        with pytest.raises(ConfigError, match=r"evaluate.probes: got \w+, expected none: the images of .* several"):
-            resolve(run)
+@pytest.mark.parametrize("name", ["few_shot", "calibration"])
+def test_probes_of_one_label_are_refused(scenes, name):
+    run = load_run(None, [*NETWORK, f"data.url={scenes}", f"evaluate.probes=[{name}]"])
+    with pytest.raises(ConfigError, match=rf"evaluate.probes: {name} does not apply to .*, whose images have several"):
+        resolve(run)
+
+
+# ---- probes ----------------------------------------------------------------------------------------------------------
+
+
+def features_and_states(images: int, seed: int) -> Labeled:
+    """Six features that tell three of four classes, one of which is unknown at a third of the images."""
+    rng = np.random.default_rng(seed)
+    states_NK = (rng.random((images, 4)) < 0.4).astype(np.int8)
+    features_NF = rng.normal(size=(images, 6)) + 2 * np.pad(states_NK[:, :3], ((0, 0), (0, 3)))
+    states_NK[rng.random(images) < 0.3, 1] = -1
+    return Labeled(features_NF.astype(np.float32), states_NK)
+
+
+def test_neighbors_vote_for_each_class_that_they_know():
+    train, test = features_and_states(60, 0), features_and_states(20, 1)
+    train.labels[:, 3] = -1
+    train.labels[0, 3] = 1  # known of one image alone: of most others no neighbor knows it
+    unit = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (train.features, test.features)]
+    similar = unit[1] @ unit[0].T
+    for k, scores_NK in label_scores(train, test.features, [3, 10]).items():
+        for row in range(20):
+            near = np.argsort(-similar[row], kind="stable")[:k]
+            weights = np.exp(similar[row, near].astype(float) / 0.07)
+            for label in range(4):
+                states = train.labels[near, label]
+                known = weights[states >= 0].sum()
+                wanted = (
+                    weights[states == 1].sum() / known
+                    if known
+                    else (train.labels[:, label] == 1).sum() / max(1, (train.labels[:, label] >= 0).sum())
+                )
+                assert scores_NK[row, label] == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("l2", [1e-3, 1e-1])
+def test_the_linear_probe_is_a_logistic_regression_of_each_class(l2):
+    train = features_and_states(150, 2)
+    head, converged = fit_head(train, 4, l2)
+    x = train.features.astype(float)
+    x = (x - x.mean(0)) / (x.std(0) + 1e-5)
+    assert converged
+    for label in range(4):
+        known = train.labels[:, label] >= 0
+        reference = LogisticRegression(C=1 / (l2 * 150), solver="newton-cg", tol=1e-12, max_iter=1000)
+        reference.fit(x[known], train.labels[known, label])
+        assert np.allclose(head.weights[:, label], reference.coef_[0], atol=1e-6)
+        assert head.bias[label] == pytest.approx(reference.intercept_[0], abs=1e-6)
+
+
+def test_probes_score_by_map_and_choose_by_the_loss(monkeypatch):
+    train, test = features_and_states(300, 3), features_and_states(200, 4)
+    keys = [f"image {row}" for row in range(300)]
+    inputs = ProbeInputs(test, 4, train, keys)
+    found = probe_scores(["knn", "linear", "rank"], inputs)
+    scores_NK = label_scores(train, test.features, [10])[10]
+    assert found.scores["knn10_map"] == mean_average_precision(scores_NK, test.labels)
+    assert found.scores["knn10_map_low"] < found.scores["knn10_map"] < found.scores["knn10_map_high"]
+    assert sorted(found.maps) == ["knn10_map", "linear_map"]
+    assert "rankme" in found.scores
+    assert "separation_cosine" not in found.scores
+    probe = probe_linear(train, 4, keys)
+    assert found.scores["linear_map_l2"] == probe.chosen == max(probe.quality, key=lambda l2: probe.quality[l2])
+    assert found.scores["linear_map"] > 0.7  # of the fourth class no feature tells
+    assert compare_maps(found.maps["linear_map"], found.maps["linear_map"]).p_value == 1.0
+    assert probe_shares([0.5], inputs)["linear_share0.5_map"] > 0.7
+    monkeypatch.setattr(linear_probe, "MOST_BYTES", 0)
+    by_sgd = probe_scores(["linear"], inputs).scores
+    assert by_sgd["linear_map_fit"] == "sgd"
+    assert by_sgd["linear_map"] == pytest.approx(found.scores["linear_map"], abs=0.02)
+
+
+def test_evaluate_probes_the_features(trained, scenes, tmp_path, capsys):
+    words = [str(trained / "model"), scenes, "--out", str(tmp_path / "out"), "--probes", "knn", "linear"]
+    assert main(["evaluate", *words, "--train-shares", "0.5", "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 0 < scores["knn10_map"] <= scores["knn10_map_high"]
+    assert "kNN, 10 neighbors, mAP" in (tmp_path / "out" / "index.html").read_text()
+    assert "linear probe, 50 % of train, mAP" in (tmp_path / "out" / "index.html").read_text()
 
 
 def test_weights_are_of_the_images_that_are_trained_on(scenes):

@@ -50,7 +50,7 @@ def test_each_probe_has_its_traits_and_its_computation():
 
 def test_a_planted_probe_is_accepted_offered_scored_and_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(PROBE_TRAITS, "norm", ProbeTraits())
-    monkeypatch.setitem(PROBES, "norm", Probe(mean_norm, "mean_norm", {"mean_norm": "mean norm"}))
+    monkeypatch.setitem(PROBES, "norm", Probe(mean_norm, ["mean_norm"], {"mean_norm": "mean norm"}))
     with pytest.raises(SystemExit):
         read_options(["-h"])
     assert f"feature probes: {', '.join(feature_probes())}" in " ".join(capsys.readouterr().out.split())

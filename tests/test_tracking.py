@@ -29,7 +29,7 @@ from vitray.errors import ConfigError, RunError, one_line, redact, redact_uri
 from vitray.system import host_facts, mlflow_client, processes, storage
 from vitray.system.mlflow_client import open_client, tracking_uri
 from vitray.tracking import model_registry, tracker, ui_server, upload
-from vitray.tracking.model_registry import PROMOTION_TAG
+from vitray.tracking.model_registry import PROMOTION_TAG, VersionScore
 from vitray.tracking.spool import Spool, now, spool_dir
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.tracking.upload import Uploader, close_dead_runs, flush_all
@@ -575,18 +575,23 @@ def logged(monkeypatch):
     return folders
 
 
-def test_the_champion_moves_only_for_a_better_top1(logged):
+def top1_of(value):
+    return VersionScore("val/top1", value)
+
+
+@pytest.mark.parametrize("tag", ["val/top1", "val/map"])
+def test_the_champion_moves_only_for_a_better_score(logged, tag):
     champions = []
-    for number, top1 in enumerate([None, 0.5, 0.4, 0.5, 0.6, None]):
+    for number, value in enumerate([None, 0.5, 0.4, 0.5, 0.6, None]):
         with begin(f"u{number}") as run:
-            run.model(f"folder{number}", "vit", top1, top1 and "val")
+            run.model(f"folder{number}", "vit", value and VersionScore(tag, value), value and "val")
         client = open_client(tracking_uri())
         aliases = client.get_registered_model("vit").aliases
         champions.append(int(aliases.get("champion", 0)))
     assert champions == [0, 2, 2, 2, 5, 5]
     champion = client.get_model_version_by_alias("vit", "champion")
     # Stored names: with others, a model of an earlier version would be logged and registered twice.
-    assert champion.tags == {"val/top1": "0.6", "vitray.scored_on": "val", "vitray.model": champion.source}
+    assert champion.tags == {tag: "0.6", "vitray.scored_on": "val", "vitray.model": champion.source}
     assert [key for key in client.get_run(champion.run_id).data.tags if key.startswith("vitray.model.")]
     assert logged == [f"folder{number}" for number in range(6)]
     assert "MLFLOW_TRACKING_URI" not in os.environ
@@ -597,7 +602,7 @@ def test_a_champion_of_other_images_or_classes_stays_and_a_line_says_so(logged, 
         [(0.95, "shapes"), (0.97, "clothes"), (0.96, "shapes"), (0.9, "clothes")]
     ):
         with begin(f"u{number}") as run:
-            run.model(f"folder{number}", "vit", top1, scored_on)
+            run.model(f"folder{number}", "vit", top1_of(top1), scored_on)
     client = open_client(tracking_uri())
     assert client.get_model_version_by_alias("vit", "champion").version == 3
     [other, worse] = [record.getMessage() for record in caplog.records if "champion" in record.getMessage()]
@@ -612,12 +617,12 @@ def test_a_champion_of_other_images_or_classes_stays_and_a_line_says_so(logged, 
 def test_a_champion_of_unknown_images_stays(logged):
     for number, scored_on in enumerate(["shapes", "shapes"]):
         with begin(f"u{number}") as run:
-            run.model(f"folder{number}", "vit", 0.5 + number / 10, scored_on, moves_champion=False)
+            run.model(f"folder{number}", "vit", top1_of(0.5 + number / 10), scored_on, moves_champion=False)
     client = open_client(tracking_uri())
     foreign = client.create_model_version("vit", "a/folder")
     client.set_registered_model_alias("vit", "champion", foreign.version)
     with begin("u2") as run:
-        run.model("folder2", "vit", 0.9, "shapes")
+        run.model("folder2", "vit", top1_of(0.9), "shapes")
     assert client.get_model_version_by_alias("vit", "champion").version == foreign.version
 
 
@@ -625,7 +630,7 @@ def test_the_best_of_two_runs_that_end_at_once_is_the_champion(logged, monkeypat
     """The second run reads the champion before the first has moved the alias, and moves it a moment later."""
     for number, top1 in enumerate([0.5, 0.7, 0.6]):
         with begin(f"u{number}") as run:
-            run.model(f"folder{number}", "vit", top1, "val", moves_champion=number == 0)
+            run.model(f"folder{number}", "vit", top1_of(top1), "val", moves_champion=number == 0)
     client = open_client(tracking_uri())
     versions = [client.get_model_version("vit", number) for number in ("2", "3")]
     version_with, has_read = model_registry._version_with, threading.Event()
@@ -649,14 +654,14 @@ def test_the_best_of_two_runs_that_end_at_once_is_the_champion(logged, monkeypat
 def test_a_version_that_is_compared_first_moves_no_alias(logged):
     for number, top1 in enumerate([0.5, 0.6]):
         with begin(f"u{number}") as run:
-            run.model("folder", "vit", top1, "val", moves_champion=number == 0)
+            run.model("folder", "vit", top1_of(top1), "val", moves_champion=number == 0)
     aliases = open_client(tracking_uri()).get_registered_model("vit").aliases
     assert {name: int(version) for name, version in aliases.items()} == {"champion": 1}
 
 
 def test_a_model_is_logged_and_registered_once(logged):
     with begin() as run:
-        run.model("folder", "vit", 0.5, "val")
+        run.model("folder", "vit", top1_of(0.5), "val")
         run.model("unregistered")
         assert run.flush(30) is None
         (run._spool.folder / "mark").unlink()
@@ -687,7 +692,7 @@ def test_an_upload_that_is_killed_leaves_no_second_model(monkeypatch, is_complet
     killed = []
     monkeypatch.setitem(sys.modules, "vitray.serving.flavor", SimpleNamespace(log_model=log_model))
     with begin() as run:
-        run.model("folder", "vit", 0.5, "val")
+        run.model("folder", "vit", top1_of(0.5), "val")
         run.model("other")
         assert run.flush(30) is None
     client = open_client(tracking_uri())

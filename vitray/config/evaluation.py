@@ -20,14 +20,16 @@ class ProbeTraits(NamedTuple):
     """What it reads of a network. Every network has features, those with a head logits, and a ViT attention."""
     in_training: bool = True
     """Whether evaluate.probes offers it."""
+    needs_one_label: str = ""
+    """Why it does not apply to several labels an image, as the end of a sentence; empty if it does."""
 
 
 PROBE_TRAITS = {
     "knn": ProbeTraits(learns=True),
-    "few_shot": ProbeTraits(learns=True),
+    "few_shot": ProbeTraits(learns=True, needs_one_label="an image is then an example of several classes at once"),
     "linear": ProbeTraits(learns=True, in_training=False),
     "rank": ProbeTraits(),
-    "calibration": ProbeTraits(reads="logits"),
+    "calibration": ProbeTraits(reads="logits", needs_one_label="it is that of the most probable class"),
     "attention_distance": ProbeTraits(reads="attention"),
 }
 

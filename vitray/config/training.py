@@ -365,8 +365,8 @@ class Tracking(Section):
     register_as: Text | None = None
     """Name of the registered model of which this run's network becomes the next version; null: none."""
     promote: Promote | None = None
-    """Rule that moves an alias to this version; null: `champion` moves if the top-1 at the end of training is higher
-    than its own on the same images and classes, without a significance test."""
+    """Rule that moves an alias to this version; null: `champion` moves if the top-1 or mAP at the end of training is
+    higher than its own on the same images and classes, without a significance test."""
 
     @model_validator(mode="after")
     def _promotes_a_version(self) -> Self:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vitray.data.shards.label_lists import UNKNOWN
 from vitray.errors import ConfigError, nearest
 from vitray.inference.images import ImageSet
 from vitray.inference.network_spec import NetworkSpec
@@ -100,4 +101,9 @@ def numbered(outputs: Outputs, images: ImageSet, classes: Sequence[str]) -> Labe
     if images.classes == tuple(classes):  # two classes may have one name
         return Labeled(outputs.features, outputs.labels)
     places = {name: place for place, name in enumerate(classes)}
-    return Labeled(outputs.features, np.array([places[name] for name in images.classes], np.int64)[outputs.labels])
+    own = np.array([places[name] for name in images.classes], np.int64)
+    if images.labels == "one":
+        return Labeled(outputs.features, own[outputs.labels])
+    states_NK = np.full((len(outputs.labels), len(classes)), UNKNOWN, np.int8)  # of a class of the other split, too
+    states_NK[:, own] = outputs.labels
+    return Labeled(outputs.features, states_NK)

@@ -27,7 +27,7 @@ from vitray.inference.images import ImageSet, name_of, open_images
 from vitray.inference.models import describe_network
 from vitray.inference.network_spec import NetworkSpec
 from vitray.inference.outputs import BATCH, Output, Outputs, Work, compute_outputs
-from vitray.metrics.arrays import ProbeInputs
+from vitray.metrics.arrays import ProbeInputs, ProbeValues
 from vitray.metrics.classification import log_probability_chunks
 from vitray.metrics.intervals import wilson
 from vitray.metrics.label_sets import LabelSet, LabelSetScore, read_label_set, score_label_set
@@ -155,6 +155,11 @@ def open_training(images: ImageSet, train_split: str) -> ImageSet:
             f"--train-split: got {train_split}, whose images are those of --split {images.split} in {images.url};"
             " expected other images than the scored ones, as of a source with splits"
         )
+    if train.labels != images.labels:
+        raise ConfigError(
+            f"--train-split: got {train_split}, with {train.labels} label(s) an image, expected {images.labels}, as"
+            f" {images.split} of {images.url} has"
+        )
     return train
 
 
@@ -163,11 +168,12 @@ def _check(request: Request, networks: Sequence[Network], images: ImageSet, corr
     if not len(images):
         raise ConfigError(f"{images.url}: {images.split} has no images")
     if images.labels == "several":
-        refused = {"--corrupt": request.corrupt, "--imagenet-c": request.imagenet_c, "--labels": request.labels}
-        refused |= {f"--probes {name}": True for name in request.probes}
-        for option, is_given in refused.items():
-            if is_given:
-                raise ConfigError(f"{option} does not apply to {images.url}, whose images have several labels")
+        given = {"--corrupt": request.corrupt, "--imagenet-c": request.imagenet_c, "--labels": request.labels}
+        refused = [(option, "") for option, is_given in given.items() if is_given]
+        reasons = {name: PROBE_TRAITS[name].needs_one_label for name in request.probes}
+        refused += [(f"--probes {name}", f": {reason}") for name, reason in reasons.items() if reason]
+        for option, why in refused:
+            raise ConfigError(f"{option} does not apply to {images.url}, whose images have several labels{why}")
     check_same_classes([network.spec for network in networks if network.spec.num_classes is not None], images)
     for network in networks:
         if network.spec.num_classes is not None:
@@ -206,7 +212,7 @@ def _result(
     head: list[Output] = [] if spec.num_classes is None else ["logits"]
     body: list[Output] = ["features"] if request.probes else []
     outputs = outputs_of(images, *head, *body)
-    more, probed = {}, {}
+    more, probed = {}, ProbeValues({})
     if request.probes:
         classes = all_classes(train, images)
         inputs, counts = ProbeInputs(numbered(outputs, images, classes), len(classes)), {}
@@ -215,8 +221,8 @@ def _result(
             inputs = inputs._replace(train=numbered(learned, train, classes), keys=learned.keys)
             counts = {"train_images": len(learned.labels), "train_left_out": len(learned.left_out)}
         print(f"{network.name}, probes: {', '.join(request.probes)} ...", file=sys.stderr, flush=True)
-        scores, probed = probe_scores(request.probes, inputs)
-        more |= scores | probe_shares(request.train_shares, inputs) | counts
+        probed = probe_scores(request.probes, inputs)
+        more |= probed.scores | probe_shares(request.train_shares, inputs) | counts
     if corrupted and head:
         more |= corruption_errors(corrupted, work, request.workers, network.vit)
     by_labels = None
@@ -226,10 +232,7 @@ def _result(
         by_labels = score_label_set(outputs.logits, labels.ids(names), labels)
         more |= label_values(by_labels)
     scored = _score(spec, images, outputs, is_lenient=request.labels is not None)
-    names = class_names(spec, images)
-    if isinstance(scored, LabelScores):
-        return Result(network.name, spec, outputs, names, None, more, by_labels, probed, scored)
-    return Result(network.name, spec, outputs, names, scored, more, by_labels, probed)
+    return Result(network.name, spec, outputs, class_names(spec, images), scored, more, by_labels, probed)
 
 
 def _out_of_fold(request: Request, networks: Sequence[Network], images: ImageSet, folder: str) -> Result:
@@ -266,11 +269,8 @@ def _out_of_fold(request: Request, networks: Sequence[Network], images: ImageSet
             for network, part in zip(specs, parts, strict=True)
         ]
         thresholds = np.concatenate(limits)[order]
-    names = class_names(spec, images)
     scored = _score(spec, images, whole, is_lenient=False, thresholds=thresholds)
-    if isinstance(scored, LabelScores):
-        return Result(name, spec, whole, names, None, {}, several=scored)
-    return Result(name, spec, whole, names, scored, {})
+    return Result(name, spec, whole, class_names(spec, images), scored, {})
 
 
 def _folds_of(networks: Sequence[Network], images: ImageSet) -> list[Fold]:

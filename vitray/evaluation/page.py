@@ -232,7 +232,7 @@ def _beside(evaluation: Evaluation) -> Mapping[str, ScoreText | None]:
     """Return other scores of a single network, or the main score of each of several."""
     results = evaluation.results
     if len(results) == 1:
-        beside = {*BESIDE, *(probe.headline for probe in PROBES.values() if probe.in_percent)}
+        beside = {*BESIDE, *(name for probe in PROBES.values() if probe.in_percent for name in probe.headlines)}
         texts = {title: score_text(results[0], name) for name, title in fixed_titles().items() if name in beside}
         return {title: text for title, text in texts.items() if text}
     return {each.name: score_text(each, each.main[0]) if each.main else None for each in results}

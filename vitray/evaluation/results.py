@@ -13,6 +13,7 @@ from vitray.errors import ConfigError
 from vitray.inference.images import ImageSet
 from vitray.inference.network_spec import NetworkSpec
 from vitray.inference.outputs import Outputs
+from vitray.metrics.arrays import DrawnMap, ProbeValues
 from vitray.metrics.calibration import (
     Bin,
     Temperature,
@@ -73,16 +74,24 @@ class Result(NamedTuple):
     outputs: Outputs
     classes: tuple[str, ...]
     """The network's class names; of the images, where the network has none."""
-    scored: Scored | None
+    scores: Scored | LabelScores | None
     """None for a network without a head."""
     more: Mapping[str, Any]
     """Scores of features, of corrupted images and by a label set, by name."""
     by_labels: LabelSetScore | None = None
     """The scores by a label set."""
-    probed: Mapping[str, np.ndarray] = {}
-    """By score of a probe, whether each image is a hit, or how often over the seeds."""
-    several: LabelScores | None = None
-    """The scores of several labels an image, in place of `scored`."""
+    probed: ProbeValues = ProbeValues({})
+    """By score of a probe, what networks are compared by."""
+
+    @property
+    def scored(self) -> Scored | None:
+        """The scores of one label an image."""
+        return self.scores if isinstance(self.scores, Scored) else None
+
+    @property
+    def several(self) -> LabelScores | None:
+        """The scores of several labels an image."""
+        return self.scores if isinstance(self.scores, LabelScores) else None
 
     @property
     def main(self) -> tuple[str, Interval] | None:
@@ -98,22 +107,25 @@ class Result(NamedTuple):
     def hits(self) -> Mapping[str, np.ndarray]:
         """By score, a flag for each counted image; top-1 is by the label set if the images have other classes."""
         if self.scored is not None:
-            return {"top1": self.scored.hits, **self.probed}
+            return {"top1": self.scored.hits, **self.probed.hits}
         by_labels = {} if self.by_labels is None else {"labels_top1": self.by_labels.ranks == 0}
-        return {**by_labels, **self.probed}
+        return {**by_labels, **self.probed.hits}
+
+    @property
+    def maps(self) -> Mapping[str, DrawnMap]:
+        """By score, the mean average precision of several labels an image."""
+        return {**({} if self.several is None else {"map": self.several.map}), **self.probed.maps}
 
     def flat(self) -> dict[str, Any]:
         """Return all scores by name, with `_low` and `_high` for the bounds of an interval."""
         values: dict[str, Any] = {"model": self.name, "url": self.spec.url, "identity": self.spec.identity}
         values |= {"network": self.spec.network, "images": len(self.outputs.labels)}
         values["left_out"] = len(self.outputs.left_out)
+        for name, interval in self.scores.intervals.items() if self.scores else ():
+            values |= {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
         if self.scored is not None:
-            for name, interval in self.scored.intervals.items():
-                values |= {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
             values |= {"loss": values["nll"], **self.scored.values}
         if self.several is not None:
-            for name, interval in self.several.intervals.items():
-                values |= {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
             values["loss"] = self.several.loss
         return values | dict(self.more)
 
@@ -261,9 +273,10 @@ def compare(results: Sequence[Result]) -> tuple[list[PairResult], np.ndarray | N
         if score in other.hits
     ]
     pairs += [
-        PairResult(one.name, other.name, compare_maps(one.several, other.several), "map")
+        PairResult(one.name, other.name, compare_maps(drawn_map, other.maps[score]), score)
         for one, other in combinations(results, 2)
-        if one.several is not None and other.several is not None
+        for score, drawn_map in one.maps.items()
+        if score in other.maps
     ]
     all_corrected = corrected([pair.comparison for pair in pairs])
     pairs = [pair._replace(comparison=each) for pair, each in zip(pairs, all_corrected, strict=True)]

@@ -46,7 +46,7 @@ SHARES = {
     *CORRUPTION_TITLES,
 }
 # The linear probe of a share of the training images.
-SHARE_OF = re.compile(r"linear_share([\d.e-]+)")
+SHARE_OF = re.compile(r"linear_share([\d.e-]+)(_map)?")
 
 
 def fixed_titles() -> dict[str, str]:
@@ -57,7 +57,8 @@ def fixed_titles() -> dict[str, str]:
 def titles_of(results: Sequence[Result]) -> dict[str, str]:
     """Return {score: title} in the order of the page, with the shares and corruptions that these networks have."""
     scored = dict.fromkeys(match for result in results for match in map(SHARE_OF.fullmatch, result.more) if match)
-    shares = {match[0]: f"linear probe, {100 * float(match[1]):g} % of train" for match in scored}
+    ends = {match: ", mAP" if match[2] else "" for match in scored}
+    shares = {match[0]: f"linear probe, {100 * float(match[1]):g} % of train{end}" for match, end in ends.items()}
     kinds = dict.fromkeys(name for result in results for name in result.more if name.startswith(ERROR_OF))
     return fixed_titles() | shares | {name: f"error, {name.removeprefix(ERROR_OF).replace('_', ' ')}" for name in kinds}
 

@@ -22,7 +22,12 @@ class Labeled(NamedTuple):
     features: np.ndarray
     """N x F."""
     labels: np.ndarray
-    """N classes, from 0."""
+    """N classes, from 0; of several labels an image, the states of all classes, NxK: 1, 0, or -1 for unknown."""
+
+    @property
+    def several(self) -> bool:
+        """Whether an image has several labels."""
+        return self.labels.ndim > 1
 
 
 class ProbeInputs(NamedTuple):
@@ -57,6 +62,14 @@ class ProbeScore(NamedTuple):
     """N classes."""
 
 
+class DrawnMap(NamedTuple):
+    """A mean average precision, and that of each draw of a bootstrap: networks on the same images have equal draws."""
+
+    estimate: float
+    drawn: np.ndarray
+    images: int
+
+
 class ProbeValues(NamedTuple):
     """The scores of a probe."""
 
@@ -64,6 +77,8 @@ class ProbeValues(NamedTuple):
     """By name. `_low` and `_high` after a name are the bounds of its interval, `_std` its deviation."""
     hits: Mapping[str, np.ndarray] = {}
     """Whether each of N images is a hit, or how often, of the score by which networks are compared."""
+    maps: Mapping[str, DrawnMap] = {}
+    """The same of several labels an image."""
 
 
 def score_predictions(predictions_N: np.ndarray, labels_N: np.ndarray) -> ProbeScore:
@@ -72,10 +87,15 @@ def score_predictions(predictions_N: np.ndarray, labels_N: np.ndarray) -> ProbeS
     return ProbeScore(len(labels_N), hits, hits / len(labels_N), predictions_N)
 
 
-def predict(scores: Callable[[np.ndarray], np.ndarray], features_NF: np.ndarray) -> np.ndarray:
-    """Return the class with the highest score of each row; scores are computed for a part of the rows at a time."""
+def by_rows(compute: Callable[[np.ndarray], np.ndarray], features_NF: np.ndarray) -> np.ndarray:
+    """Return what `compute` makes of the rows, of a part of them at a time."""
     starts = range(0, len(features_NF), CHECKED_ROWS)
-    return np.concatenate([scores(features_NF[start : start + CHECKED_ROWS]).argmax(1) for start in starts])
+    return np.concatenate([compute(features_NF[start : start + CHECKED_ROWS]) for start in starts])
+
+
+def predict(scores: Callable[[np.ndarray], np.ndarray], features_NF: np.ndarray) -> np.ndarray:
+    """Return the class with the highest score of each row."""
+    return by_rows(lambda part_BF: scores(part_BF).argmax(1), features_NF)
 
 
 def check_matrix(name: str, values: Any, columns: str) -> np.ndarray:
@@ -132,6 +152,11 @@ def check_probe(inputs: ProbeInputs) -> ProbeInputs:
 
 def _check_split(split: str, data: Labeled, num_classes: int) -> Labeled:
     features_NF = check_matrix(f"{split} features", data.features, "features")
+    if data.several:
+        wanted = (len(features_NF), num_classes)
+        if data.labels.shape != wanted:
+            raise ConfigError(f"{split} labels: the shape is {data.labels.shape}; expected {wanted}, images x classes")
+        return Labeled(features_NF, data.labels)
     return Labeled(features_NF, check_labels(data.labels, len(features_NF), num_classes, f"{split} labels"))
 
 

@@ -28,17 +28,16 @@ class Separation(NamedTuple):
 
 
 def rank_scores(inputs: ProbeInputs) -> ProbeValues:
-    """Return the scores of the probe `rank`."""
+    """Return the scores of the probe `rank`; the separation of classes is of one label an image."""
     features_NF, labels_N = inputs.scored
-    separation = class_separation(features_NF, labels_N)
-    return ProbeValues(
-        {
-            "rankme": rankme(features_NF),
-            "effective_rank": effective_rank(features_NF),
+    values: dict[str, float | None] = {"rankme": rankme(features_NF), "effective_rank": effective_rank(features_NF)}
+    if not inputs.scored.several:
+        separation = class_separation(features_NF, labels_N)
+        values |= {
             "separation_variance_share": separation.variance_share,
             "separation_cosine": separation.cosine,
         }
-    )
+    return ProbeValues(values)
 
 
 def rankme(features_NF: np.ndarray) -> float:

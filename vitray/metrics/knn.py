@@ -7,15 +7,18 @@ lower class.
 Memory is bounded for any number of images: blocks of test images meet blocks of training images, of which the nearest
 so far are kept. Features may lie in a file. scikit-learn's neighbors leave the order of equal similarities open.
 
+Of several labels an image, a class has the share of the weights of those neighbors, among all of which it is known.
+
 Shapes: B test images of a block, N training images of one, F features, K classes, T the largest k.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from vitray.metrics.arrays import Labeled, ProbeInputs, ProbeScore, ProbeValues, score_predictions, unit_rows
 from vitray.metrics.intervals import proportion_values
+from vitray.metrics.multilabel import draw_maps, map_values
 
 NEIGHBORS = (10, 20)
 TEMPERATURE = 0.07
@@ -28,6 +31,15 @@ def knn_scores(inputs: ProbeInputs) -> ProbeValues:
     images = len(inputs.learned.labels)
     neighbors = [count for count in NEIGHBORS if count <= images] or [images]
     values: dict[str, float] = {}
+    if inputs.scored.several:
+        found = {
+            f"knn{count}_map": draw_maps(scores_NK, inputs.scored.labels)
+            for count, scores_NK in label_scores(inputs.learned, inputs.scored.features, neighbors).items()
+        }
+        for name, drawn_map in found.items():
+            values |= map_values(name, drawn_map)
+        first = f"knn{neighbors[0]}_map"
+        return ProbeValues(values, maps={first: found[first]})
     scores = probe_knn(inputs.learned, inputs.scored, inputs.num_classes, neighbors)
     for count, score in scores.items():
         values |= proportion_values(f"knn{count}", score.hits, score.images)
@@ -44,15 +56,44 @@ def probe_knn(
 ) -> dict[int, ProbeScore]:
     """Return {k: score}; each k is at most the number of training images."""
     predictions_kN = {k: np.empty(len(test.labels), np.int64) for k in neighbors}
-    for start in range(0, len(test.labels), BLOCK):
-        rows_BT, similar_BT = _neighbors(train.features, test.features[start : start + BLOCK], max(neighbors))
-        logits_BT = similar_BT.astype(np.float64) / temperature
-        weights_BT = np.exp(logits_BT - logits_BT[:, :1])
-        weights_BT /= weights_BT.sum(1, keepdims=True)
+    for start, rows_BT, weights_BT in _weighted(train.features, test.features, max(neighbors), temperature):
         labels_BT = train.labels[rows_BT]
         for k, predictions_N in predictions_kN.items():
             predictions_N[start : start + BLOCK] = _vote(labels_BT[:, :k], weights_BT[:, :k], num_classes)
     return {k: score_predictions(predictions_N, test.labels) for k, predictions_N in predictions_kN.items()}
+
+
+def label_scores(
+    train: Labeled, test_NF: np.ndarray, neighbors: Sequence[int] = NEIGHBORS, temperature: float = TEMPERATURE
+) -> dict[int, np.ndarray]:
+    """Return {k: scores (NK)} of several labels an image, from 0 to 1.
+
+    A class of which no neighbor is known has its share of the training images of which it is.
+    """
+    present_K, known_K = (train.labels == 1).sum(0), (train.labels >= 0).sum(0)
+    share_K = present_K / np.maximum(known_K, 1)
+    scores_kNK = {k: np.empty((len(test_NF), len(share_K)), np.float64) for k in neighbors}
+    for start, rows_BT, weights_BT in _weighted(train.features, test_NF, max(neighbors), temperature):
+        present_BK, known_BK = np.zeros((2, len(rows_BT), len(share_K)))
+        for place, rows_B in enumerate(rows_BT.T):
+            states_BK, weight_B1 = train.labels[rows_B], weights_BT[:, place, None]
+            present_BK += weight_B1 * (states_BK == 1)
+            known_BK += weight_B1 * (states_BK >= 0)
+            if place + 1 in scores_kNK:
+                scores_BK = present_BK / np.where(known_BK > 0, known_BK, 1)
+                scores_kNK[place + 1][start : start + BLOCK] = np.where(known_BK > 0, scores_BK, share_K)
+    return scores_kNK
+
+
+def _weighted(
+    train_NF: np.ndarray, test_NF: np.ndarray, count: int, temperature: float
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield blocks of test images: the first, and the rows and weights (BT) of the nearest training images."""
+    for start in range(0, len(test_NF), BLOCK):
+        rows_BT, similar_BT = _neighbors(train_NF, test_NF[start : start + BLOCK], count)
+        logits_BT = similar_BT.astype(np.float64) / temperature
+        weights_BT = np.exp(logits_BT - logits_BT[:, :1])
+        yield start, rows_BT, weights_BT / weights_BT.sum(1, keepdims=True)
 
 
 def _neighbors(train_NF: np.ndarray, test_BF: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """Linear probe of frozen features: logistic regression, by L-BFGS over a grid of L2, or by SGD over chunks.
 
-The loss is the mean cross-entropy plus l2 / 2 times the sum of the squared weights; the bias is not regularized.
+The loss is the mean cross-entropy plus l2 / 2 times the sum of the squared weights; the bias is not regularized. Of
+several labels an image, it is the sum of the known classes' binary cross-entropies.
 Features are standardized by the training images. SGD holds one chunk of them in float64, L-BFGS all. scikit-learn's
 LogisticRegression has the same optimum, with C = 1 / (l2 N), but needs ten times the steps on correlated features.
 
@@ -18,11 +19,13 @@ from vitray.metrics.arrays import (
     ProbeInputs,
     ProbeScore,
     ProbeValues,
+    by_rows,
     draw_part,
     predict,
     score_predictions,
 )
 from vitray.metrics.intervals import proportion_values
+from vitray.metrics.multilabel import draw_maps, map_values
 
 L2_GRID = tuple(10.0**power for power in range(-6, 2))
 DEVELOPMENT = 0.1
@@ -55,13 +58,12 @@ class LinearHead(NamedTuple):
 
 
 class LinearProbe(NamedTuple):
-    """The score of the head that is fitted on all training images with the best L2, or learning rate of SGD."""
+    """The head that is fitted on all training images with the best L2, or learning rate of SGD."""
 
-    score: ProbeScore
     head: LinearHead
     chosen: float
-    hits: dict[float, int]
-    """{L2 or learning rate: hits on the tenth of the training images that chooses one}."""
+    quality: dict[float, float]
+    """{L2 or learning rate: that of its head on the tenth of the training images that chooses one}."""
     converged: bool = True
 
 
@@ -69,14 +71,20 @@ def linear_scores(inputs: ProbeInputs) -> ProbeValues:
     """Return the score of the probe `linear`, and how it was fitted: by SGD where L-BFGS needs too much memory."""
     train, scored, num_classes = inputs.learned, inputs.scored, inputs.num_classes
     how: dict[str, Any]
+    name = "linear_map" if scored.several else "linear"
     if is_too_large(len(train.labels), train.features.shape[1], num_classes):
-        probe = probe_linear_sgd(train, scored, num_classes, inputs.keys)
-        how = {"linear_fit": "sgd", "linear_lr": probe.chosen, "linear_epochs": EPOCHS}
+        probe = probe_linear_sgd(train, num_classes, inputs.keys)
+        how = {f"{name}_fit": "sgd", f"{name}_lr": probe.chosen, f"{name}_epochs": EPOCHS}
     else:
-        probe = probe_linear(train, scored, num_classes, inputs.keys)
-        how = {"linear_fit": "l-bfgs", "linear_l2": probe.chosen, "linear_converged": probe.converged}
-    values = proportion_values("linear", probe.score.hits, probe.score.images) | how
-    return ProbeValues(values, {"linear": probe.score.predictions == scored.labels})
+        probe = probe_linear(train, num_classes, inputs.keys)
+        how = {f"{name}_fit": "l-bfgs", f"{name}_l2": probe.chosen, f"{name}_converged": probe.converged}
+    if scored.several:
+        drawn_map = draw_maps(by_rows(probe.head.logits, scored.features), scored.labels)
+        return ProbeValues(map_values(name, drawn_map) | how, maps={name: drawn_map})
+    score = score_head(probe.head, scored)
+    return ProbeValues(
+        proportion_values(name, score.hits, score.images) | how, {name: score.predictions == scored.labels}
+    )
 
 
 def is_too_large(images: int, num_features: int, num_classes: int) -> bool:
@@ -85,42 +93,38 @@ def is_too_large(images: int, num_features: int, num_classes: int) -> bool:
 
 
 def probe_linear(
-    train: Labeled,
-    test: Labeled,
-    num_classes: int,
-    keys: Sequence[str],
-    l2_grid: Sequence[float] = L2_GRID,
+    train: Labeled, num_classes: int, keys: Sequence[str], l2_grid: Sequence[float] = L2_GRID
 ) -> LinearProbe:
-    """Return the score of a head fitted on all training images, with the L2 that has the most hits on a held-out tenth.
+    """Return the head fitted on all training images with the L2 of the highest quality on a held-out tenth.
 
-    Of equal hits, the larger L2 is better.
+    Of equal quality, the larger L2 is better.
     """
     development_N = _development(train, keys, "L2")
     part = Labeled(train.features[~development_N], train.labels[~development_N])
-    hits, head = {}, None
+    development = Labeled(train.features[development_N], train.labels[development_N])
+    quality, head = {}, None
     for l2 in sorted(l2_grid, reverse=True):  # each fit starts from a stronger regularization
         head, _ = fit_head(part, num_classes, l2, head, COARSE)
-        predictions_M = head.logits(train.features[development_N]).argmax(1)
-        hits[l2] = int((predictions_M == train.labels[development_N]).sum())
-    best = max(hits, key=lambda l2: (hits[l2], l2))
+        quality[l2] = quality_of(head, development)
+    best = max(quality, key=lambda l2: (quality[l2], l2))
     head, converged = fit_head(train, num_classes, best)
-    return LinearProbe(score_head(head, test), head, best, hits, converged)
+    return LinearProbe(head, best, quality, converged)
 
 
-def probe_linear_sgd(train: Labeled, test: Labeled, num_classes: int, keys: Sequence[str]) -> LinearProbe:
-    """Return the score of a head fitted on all training images, with the learning rate of the most hits on a tenth.
+def probe_linear_sgd(train: Labeled, num_classes: int, keys: Sequence[str]) -> LinearProbe:
+    """Return the head fitted on all training images with the learning rate of the highest quality on a held-out tenth.
 
-    Of equal hits, the smaller rate is better.
+    Of equal quality, the smaller rate is better.
     """
     development_N = _development(train, keys, "lr")
     development, part = chunks_of(train, development_N), chunks_of(train, ~development_N)
-    hits = {}
+    quality = {}
     for lr in RATES:
         head = fit_head_sgd(part, num_classes, lr)
-        hits[lr] = sum(score_head(head, chunk).hits for chunk in development())
-    best = max(hits, key=lambda lr: (hits[lr], -lr))
+        quality[lr] = sum(quality_of(head, chunk) for chunk in development())
+    best = max(quality, key=lambda lr: (quality[lr], -lr))
     head = fit_head_sgd(chunks_of(train, np.ones(len(train.labels), dtype=bool)), num_classes, best)
-    return LinearProbe(score_head(head, test), head, best, hits)
+    return LinearProbe(head, best, quality)
 
 
 def _development(train: Labeled, keys: Sequence[str], what: str) -> np.ndarray:
@@ -145,6 +149,13 @@ def chunks_of(data: Labeled, mask_N: np.ndarray) -> Callable[[], Iterator[Labele
     return chunks
 
 
+def quality_of(head: LinearHead, part: Labeled) -> float:
+    """Return the hits on some images; of several labels an image, the sum of the losses, negated."""
+    if part.several:
+        return -len(part.labels) * _cross_entropy(by_rows(head.logits, part.features), part.labels)[0]
+    return score_head(head, part).hits
+
+
 def score_head(head: LinearHead, test: Labeled) -> ProbeScore:
     """Return the score of a head on the images of a split."""
     return score_predictions(predict(head.logits, test.features), test.labels)
@@ -162,7 +173,7 @@ def fit_head(
     # Weights are fitted along the principal axes, each scaled so that the loss curves alike at zero: on correlated
     # features, L-BFGS then converges in a tenth of the steps.
     variances_F, axes_FF = np.linalg.eigh(x_NF.T @ x_NF / len(x_NF))
-    scales_F = np.sqrt(np.maximum(variances_F, 0) / num_classes + l2)
+    scales_F = np.sqrt(np.maximum(variances_F, 0) / (4 if train.several else num_classes) + l2)
     to_weights_FF = axes_FF / scales_F
     x_NF = x_NF @ to_weights_FF
 
@@ -223,10 +234,15 @@ def _moments(chunks: Callable[[], Iterable[Labeled]], batch: int) -> tuple[np.nd
 
 
 def _cross_entropy(logits_NK: np.ndarray, labels_N: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return the mean cross-entropy and its gradient by the logits."""
-    from scipy.special import log_softmax  # loads slowly
+    """Return the mean cross-entropy and its gradient by the logits; labels may be states, NxK."""
+    from scipy.special import expit, log_expit, log_softmax  # loads slowly
 
     images, rows_N = len(labels_N), np.arange(len(labels_N))
+    if labels_N.ndim > 1:
+        is_present_NK, is_known_NK = labels_N == 1, labels_N >= 0
+        losses_NK = -np.where(is_present_NK, log_expit(logits_NK), log_expit(-logits_NK))
+        slope_NK = (expit(logits_NK) - is_present_NK) * is_known_NK
+        return float(losses_NK[is_known_NK].sum()) / images, slope_NK / images
     log_NK = log_softmax(logits_NK, axis=1)
     slope_NK = np.exp(log_NK)
     slope_NK[rows_N, labels_N] -= 1

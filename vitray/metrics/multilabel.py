@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vitray.metrics.arrays import check_matrix, draw_part
+from vitray.metrics.arrays import DrawnMap, check_matrix, draw_part
 from vitray.metrics.intervals import LEVEL, Comparison, Difference, Interval
 from vitray.models.probabilities import Probability
 
@@ -71,8 +71,7 @@ class LabelScores(NamedTuple):
     """NxK: 1, 0, or -1 for an unknown class."""
     predicted: np.ndarray
     """NxK: whether a class is predicted."""
-    drawn_maps: np.ndarray
-    """The mAP of each draw: networks on the same images have the same draws."""
+    map: DrawnMap
 
 
 def score_labels(
@@ -87,14 +86,14 @@ def score_labels(
 
     `thresholds`: the least probability of each class that is predicted (K, or NK); None: 0.5
     """
-    draws = draws or max(LEAST_DRAWS, min(DRAWS, MOST_STEPS // states_NK.size))
+    draws = draws or draws_of(states_NK)
     limits = np.asarray(THRESHOLD if thresholds is None else thresholds, np.float32)
     probabilities_NK = check_matrix("probabilities", probabilities_NK, "classes").astype(np.float64)
     is_known_NK, is_present_NK = states_NK >= 0, states_NK == 1
     chosen_NK = cross_chosen(probabilities_NK, states_NK, keys)
     predicted_NK = probabilities_NK.astype(np.float32) >= limits  # as `vitray predict` compares them
     tables = {"": _outcomes(predicted_NK, states_NK), "_chosen": _outcomes(chosen_NK, states_NK)}
-    rankings = [Ranking.of(probabilities_NK[:, label], states_NK[:, label]) for label in range(states_NK.shape[1])]
+    rankings = _rankings(probabilities_NK, states_NK)
     drawn: dict[str, list[np.ndarray]] = {}
     ap_DK: list[np.ndarray] = []
     for counts_DN in drawn_counts(len(states_NK), draws):
@@ -106,7 +105,8 @@ def score_labels(
     ap_K = np.concatenate([ranking.average_precision(once) for ranking in rankings])
     all_DK = np.concatenate(ap_DK)
     map_D = _mean_of_known(all_DK)
-    intervals = {"map": _interval(float(_mean_of_known(ap_K[None])[0]), map_D)}
+    drawn_map = DrawnMap(float(_mean_of_known(ap_K[None])[0]), map_D, len(states_NK))
+    intervals = {"map": map_interval(drawn_map)}
     for name, table in tables.items():
         for mean, f1 in _f1(once, table).items():
             intervals[f"{mean}{name}"] = _interval(float(f1[0]), np.concatenate(drawn[f"{mean}{name}"]))
@@ -135,7 +135,7 @@ def score_labels(
         wrong=_most_confident(probabilities_NK, states_NK),
         predicted=predicted_NK,
         states=states_NK,
-        drawn_maps=map_D,
+        map=drawn_map,
     )
 
 
@@ -159,19 +159,41 @@ def label_loss(logits_NK: np.ndarray, states_NK: np.ndarray, probability: Probab
 
 def mean_average_precision(scores_NK: np.ndarray, states_NK: np.ndarray) -> float:
     """Return the mean over classes of the average precision, without those at no image; NaN without any."""
-    once = np.ones((1, len(states_NK)))
-    columns = zip(scores_NK.T, states_NK.T, strict=True)
-    return float(_mean_of_known(np.stack([Ranking.of(*each).average_precision(once) for each in columns], 1))[0])
+    return _map_of(_rankings(scores_NK, states_NK), np.ones((1, len(states_NK))))[0]
 
 
-def compare_maps(one: LabelScores, other: LabelScores) -> Comparison:
+def draw_maps(scores_NK: np.ndarray, states_NK: np.ndarray) -> DrawnMap:
+    """Return the mean average precision of all images, and that of each draw of a bootstrap over them."""
+    rankings = _rankings(scores_NK, states_NK)
+    estimate = _map_of(rankings, np.ones((1, len(states_NK))))[0]
+    drawn = [_map_of(rankings, counts_DN) for counts_DN in drawn_counts(len(states_NK), draws_of(states_NK))]
+    return DrawnMap(float(estimate), np.concatenate(drawn), len(states_NK))
+
+
+def draws_of(states_NK: np.ndarray) -> int:
+    """Return the number of draws of a bootstrap over the images."""
+    return max(LEAST_DRAWS, min(DRAWS, MOST_STEPS // states_NK.size))
+
+
+def map_interval(drawn_map: DrawnMap) -> Interval:
+    """Return a mean average precision with its interval."""
+    return _interval(drawn_map.estimate, drawn_map.drawn)
+
+
+def map_values(name: str, drawn_map: DrawnMap) -> dict[str, float]:
+    """Return a mean average precision under a name, and the bounds of its interval under `_low` and `_high`."""
+    interval = map_interval(drawn_map)
+    return {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def compare_maps(one: DrawnMap, other: DrawnMap) -> Comparison:
     """Return the difference of the mAP of two networks on the same images.
 
     p, two-sided, is twice the share of draws on the other side of zero.
     """
-    apart_D = one.drawn_maps - other.drawn_maps
+    apart_D = one.drawn - other.drawn
     apart_D = apart_D[~np.isnan(apart_D)]
-    difference = one.intervals["map"].estimate - other.intervals["map"].estimate
+    difference = one.estimate - other.estimate
     interval = _interval(difference, apart_D)
     below, above = (int((sign * (apart_D - apart_D.mean() + difference) <= 0).sum()) for sign in (1, -1))
     p_value = min(1.0, 2 * (min(below, above) + 1) / (len(apart_D) + 1))
@@ -229,6 +251,15 @@ class Ranking(NamedTuple):
         found_DE = grown_DE.cumsum(1)
         areas_D, present_D = (grown_DE * found_DE / np.maximum(taken_DE, 1)).sum(1), found_DE[:, -1]
         return np.where(present_D > 0, areas_D / np.maximum(present_D, 1), np.nan)
+
+
+def _rankings(scores_NK: np.ndarray, states_NK: np.ndarray) -> list[Ranking]:
+    return [Ranking.of(*columns) for columns in zip(scores_NK.T, states_NK.T, strict=True)]
+
+
+def _map_of(rankings: Sequence[Ranking], counts_DN: np.ndarray) -> np.ndarray:
+    """Return the mean average precision of each draw."""
+    return _mean_of_known(np.stack([ranking.average_precision(counts_DN) for ranking in rankings], 1))
 
 
 def drawn_counts(images: int, draws: int, seed: int = 0) -> Iterator[np.ndarray]:

@@ -25,8 +25,8 @@ class Probe(NamedTuple):
     """The computation of a probe, and how its scores are shown."""
 
     compute: Callable[[ProbeInputs], ProbeValues]
-    headline: str
-    """The score that stands for the probe in a single line."""
+    headlines: Sequence[str]
+    """The scores that stand for the probe in a single line, of which a network has one."""
     titles: Mapping[str, str] = {}
     """Titles of the scores that the page of `vitray evaluate` shows; results.json has all."""
     in_percent: bool = False
@@ -54,19 +54,28 @@ def mean_distances(distance_LPHB: np.ndarray) -> dict[str, float]:
 # In the order of the page.
 PROBES = {
     "knn": Probe(
-        knn_scores, "knn10", {f"knn{count}": f"kNN, {count} neighbors" for count in NEIGHBORS}, in_percent=True
+        knn_scores,
+        ("knn10", "knn10_map"),
+        {f"knn{count}": f"kNN, {count} neighbors" for count in NEIGHBORS}
+        | {f"knn{count}_map": f"kNN, {count} neighbors, mAP" for count in NEIGHBORS},
+        in_percent=True,
     ),
     "few_shot": Probe(
         few_shot_scores,
-        "few_shot5",
+        ("few_shot5",),
         {f"few_shot{shots}": f"few-shot, {shots} image{'s' * (shots > 1)} a class" for shots in SHOTS}
         | {"few_shot_least": "few-shot, images of the smallest class"},
         in_percent=True,
     ),
-    "linear": Probe(linear_scores, "linear", {"linear": "linear probe"}, in_percent=True),
+    "linear": Probe(
+        linear_scores,
+        ("linear", "linear_map"),
+        {"linear": "linear probe", "linear_map": "linear probe, mAP"},
+        in_percent=True,
+    ),
     "rank": Probe(
         rank_scores,
-        "rankme",
+        ("rankme",),
         {
             "rankme": "RankMe",
             "effective_rank": "effective rank",
@@ -74,8 +83,8 @@ PROBES = {
             "separation_cosine": "cosine separation",
         },
     ),
-    "calibration": Probe(_calibration, "ece"),
-    "attention_distance": Probe(_attention_distance, "attention_distance"),
+    "calibration": Probe(_calibration, ("ece",)),
+    "attention_distance": Probe(_attention_distance, ("attention_distance",)),
 }
 
 
@@ -84,8 +93,8 @@ def probe_scores(names: Collection[str], inputs: ProbeInputs) -> ProbeValues:
     inputs, found = check_probe(inputs), ProbeValues({})
     for name, probe in PROBES.items():
         if name in names:
-            scores, hits = probe.compute(inputs)
-            found = ProbeValues(found.scores | scores, {**found.hits, **hits})
+            scores, hits, maps = probe.compute(inputs)
+            found = ProbeValues(found.scores | scores, {**found.hits, **hits}, {**found.maps, **maps})
     return found
 
 
@@ -102,6 +111,6 @@ def probe_shares(shares: Sequence[float], inputs: ProbeInputs) -> dict[str, Any]
         chosen_N = draw_part(keys, count, SHARE_SEED)
         part = Labeled(train.features[chosen_N], train.labels[chosen_N])
         part_keys = [key for key, is_in in zip(keys, chosen_N, strict=True) if is_in]
-        fitted, _ = linear_scores(inputs._replace(train=part, keys=part_keys))
+        fitted = linear_scores(inputs._replace(train=part, keys=part_keys)).scores
         values |= {name.replace("linear", f"linear_share{share:g}", 1): value for name, value in fitted.items()}
     return values

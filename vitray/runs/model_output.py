@@ -155,7 +155,7 @@ def _probe_run(run_dir: str, steps: Sequence[int], names: Sequence[str]) -> list
     for step in steps:
         weights = network_weights(checkpoints.read_checkpoint(run_dir, step).parts, run.task.traits.network)
         values, place = probe_weights(run, weights, images, device), checkpoints.folder_of(run_dir, step)
-        shown = [PROBES[name].headline for name in PROBES if PROBES[name].headline in values]
+        shown = [name for probe in PROBES.values() for name in probe.headlines if name in values]
         print(" ".join([place, *(f" {name} {values[name]:.4f}" for name in shown)]), flush=True)
         rows.append({"checkpoint": place, "step": step, **values})
     return rows

@@ -317,11 +317,11 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
         got = f"{run.data.held_out} of train held out" if run.data.held_out else "data.val null"
         wanted = "expected images on which no version was trained: data.val, data.holdout 0 and data.fold null"
         raise ConfigError(f"tracking.promote: got a rule with {got}; {wanted}")
-    if run.evaluate.probes and dataset.labels == "several":
-        raise ConfigError(
-            f"evaluate.probes: got {', '.join(run.evaluate.probes)}, expected none: the images of {dataset.url} have"
-            " several labels, and probes are of classes"
-        )
+    for name in run.evaluate.probes if dataset.labels == "several" else ():
+        if reason := PROBE_TRAITS[name].needs_one_label:
+            raise ConfigError(
+                f"evaluate.probes: {name} does not apply to {dataset.url}, whose images have several labels: {reason}"
+            )
     learning = sorted(name for name in run.evaluate.probes if PROBE_TRAITS[name].learns)
     if learning and len(dataset.classes) < 2:
         raise ConfigError(f"evaluate.probes {', '.join(learning)} needs labels to learn from; {dataset.url} has none")

@@ -36,6 +36,7 @@ from vitray.runs.run_summary import (
 )
 from vitray.system import host_facts, storage
 from vitray.tracking.lineage import ModelScores
+from vitray.tracking.model_registry import VersionScore
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.training import checkpoints, messages
 from vitray.training.data import training_spec
@@ -233,9 +234,8 @@ class RunLogger:
         if model:
             moves_champion = run.tracking.promote is None  # else the driver compares the version first
             scored_on = evaluated_identity(run.data, self._resolved.dataset)
-            self._tracker.model(
-                model, run.tracking.register_as, result.val_top1, scored_on, moves_champion=moves_champion
-            )
+            score = VersionScore.of(result.val_top1, result.val_map)
+            self._tracker.model(model, run.tracking.register_as, score, scored_on, moves_champion=moves_champion)
             if run.tracking.register_as and (fault := log_registered_figures(self._tracker, model)):
                 self._log(messages.Note(fault))
             if scores := self._last_scores(result.step):

@@ -27,6 +27,7 @@ from vitray.sweeps.trial_store import TrialRecord, TrialStore
 from vitray.system import host_facts, storage
 from vitray.system.mlflow_client import import_mlflow
 from vitray.system.storage import scratch_folder
+from vitray.tracking.model_registry import VersionScore
 from vitray.tracking.tracker import TrackedRun, Tracker
 
 # Seconds between two looks at the trials.
@@ -130,7 +131,9 @@ class SweepLogger:
             if result.model and registered:
                 assert self.plan.first is not None, "finished before its stages were ready"
                 scored_on = evaluated_identity(self.store.run(best.name).data, self.plan.first.dataset)
-                self._tracker.model(result.model, registered, result.val_top1, scored_on)
+                self._tracker.model(
+                    result.model, registered, VersionScore.of(result.val_top1, result.val_map), scored_on
+                )
                 if fault := log_registered_figures(self._tracker, result.model):
                     self._console.line(f"  {fault}")
             elif registered:

@@ -57,6 +57,7 @@ class TrialOutcome(NamedTuple):
 
     model: str | None = None
     val_top1: float | None = None
+    val_map: float | None = None
     mlflow_run: str | None = None
     curves: Mapping[str, list[list[float]]] | None = None
     """{metric: (step, value) pairs}."""

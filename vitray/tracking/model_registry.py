@@ -5,7 +5,7 @@ import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vitray.errors import ConfigError, one_line, redact_uri
 from vitray.system.mlflow_client import database_file, import_mlflow, in_time, open_client, tracking_uri, user_dir
@@ -17,16 +17,31 @@ if TYPE_CHECKING:
 
 # Tag of a run: its identity in vitray.
 UID_TAG = "vitray.uid"
-# Tags of a version: its top-1 at the end of training, and a hash of the images and classes that it was scored on.
-TOP1_TAG, SCORED_ON_TAG = "val/top1", "vitray.scored_on"
+# Tags of a version: its score at the end of training, and a hash of the images and classes that it was scored on.
+SCORE_TAGS = {"val/top1": "top-1", "val/map": "mAP"}
+SCORED_ON_TAG = "vitray.scored_on"
 # Tag of a version: the result of its last comparison with the holder of an alias.
 PROMOTION_TAG = "vitray.promotion"
 # Seconds between an alias's move and the check that no other machine has moved it meanwhile.
 SETTLE_SECONDS = 1.0
 
 
+class VersionScore(NamedTuple):
+    """The score at the end of training by which versions are compared."""
+
+    tag: str
+    value: float
+
+    @classmethod
+    def of(cls, top1: float | None, mean_precision: float | None) -> "VersionScore | None":
+        """Return the score of a run, which has one of the two; None without labels."""
+        if mean_precision is not None:
+            return cls("val/map", mean_precision)
+        return None if top1 is None else cls("val/top1", top1)
+
+
 def register_model(
-    client: "MlflowClient", model_uri: str, name: str, top1: float | None, scored_on: str | None
+    client: "MlflowClient", model_uri: str, name: str, score: VersionScore | None, scored_on: str | None
 ) -> "ModelVersion":
     """Register a logged model as the next version of `name`, and return the version.
 
@@ -42,14 +57,14 @@ def register_model(
     registered = next((version for version in versions if version.tags.get("vitray.model") == model_uri), None)
     model = client.get_logged_model(model_uri.removeprefix("models:/"))
     base = {key: model.tags[key] for key in (BASE_TAG, BASE_IDENTITY_TAG) if key in model.tags}
-    scores = {} if top1 is None or scored_on is None else {TOP1_TAG: repr(top1), SCORED_ON_TAG: scored_on}
+    scores = {} if score is None or scored_on is None else {score.tag: repr(score.value), SCORED_ON_TAG: scored_on}
     tags = {"vitray.model": model_uri} | base | scores
     version = registered or mlflow.register_model(model_uri, name, tags=tags)
     params = client.get_run(model.source_run_id).data.params if model.source_run_id else {}
     lines = []
     if network := params.get("model.name"):
-        score = f", top-1 {top1:.2%} at the end of training" if top1 is not None else ""
-        lines.append(f"`{network}` on `{params.get('plan.dataset', '')}`{score}.")
+        reached = f", {SCORE_TAGS[score.tag]} {score.value:.2%} at the end of training" if score else ""
+        lines.append(f"`{network}` on `{params.get('plan.dataset', '')}`{reached}.")
     if base:
         link = _markdown_link(client, base[BASE_TAG])
         lines.append(f"A delta of {link} (identity {base[BASE_IDENTITY_TAG][:12]}), which is needed to load it.")
@@ -59,17 +74,20 @@ def register_model(
 
 
 def move_champion(client: "MlflowClient", version: "ModelVersion") -> str | None:
-    """Give a version the alias `champion` if its val/top1 is the best so far.
+    """Give a version the alias `champion` if its top-1 or mAP is the best so far.
 
-    A version without val/top1 never becomes champion, and a tie changes nothing. If the champion was not scored on the
+    A version without either never becomes champion, and a tie changes nothing. If the champion was not scored on the
     same images and classes, the alias stays, and a line says so, which also becomes a tag of the version.
     """
-    if TOP1_TAG not in version.tags:
+    tag = next((tag for tag in SCORE_TAGS if tag in version.tags), None)
+    if tag is None:
         return None
     with _turn():  # two runs may end at once
         champion = _version_with(client, version.name, "champion")
-        is_comparable = champion is None or champion.tags.get(SCORED_ON_TAG) == version.tags[SCORED_ON_TAG]
-        if champion is None or (is_comparable and float(version.tags[TOP1_TAG]) > float(champion.tags[TOP1_TAG])):
+        is_comparable = champion is None or (
+            tag in champion.tags and champion.tags.get(SCORED_ON_TAG) == version.tags[SCORED_ON_TAG]
+        )
+        if champion is None or (is_comparable and float(version.tags[tag]) > float(champion.tags[tag])):
             client.set_registered_model_alias(version.name, "champion", version.version)
     if is_comparable:
         return None

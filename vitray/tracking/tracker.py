@@ -14,6 +14,7 @@ from vitray.system.host_facts import source_name
 from vitray.system.mlflow_client import store_address, tracking_uri
 from vitray.system.processes import process_tags
 from vitray.tracking.lineage import ModelScores, TrackedDataset, clean_key, run_page
+from vitray.tracking.model_registry import VersionScore
 from vitray.tracking.spool import Spool, now, spool_dir
 from vitray.tracking.upload import Uploader, UploadThread
 
@@ -109,18 +110,18 @@ class Tracker:
         self,
         folder: str,
         register_as: str | None = None,
-        top1: float | None = None,
+        score: VersionScore | None = None,
         scored_on: str | None = None,
         *,
         moves_champion: bool = True,
     ) -> None:
         """Log a model folder, and register it.
 
-        If allowed, it becomes `champion` where its `top1` is above the champion's on the same images and classes, of
+        If allowed, it becomes `champion` where its score is above the champion's on the same images and classes, of
         which `scored_on` is a hash.
         """
         body = {"id": uuid.uuid4().hex, "folder": folder, "register_as": register_as}
-        self._record("model", body | {"top1": top1, "scored_on": scored_on, "moves_champion": moves_champion})
+        self._record("model", body | {"score": score, "scored_on": scored_on, "moves_champion": moves_champion})
 
     def datasets(self, datasets: Sequence[TrackedDataset]) -> None:
         """Record the datasets that the run reads."""

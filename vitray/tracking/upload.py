@@ -20,7 +20,7 @@ from vitray.system.mlflow_client import (
 )
 from vitray.system.processes import is_dead
 from vitray.tracking.lineage import log_checkpoint, log_datasets, log_image, log_scores
-from vitray.tracking.model_registry import UID_TAG, move_champion, register_model
+from vitray.tracking.model_registry import UID_TAG, VersionScore, move_champion, register_model
 from vitray.tracking.spool import RECORDS, Spool, SpoolCursor, SpoolRecord, spool_dir
 from vitray.weights.addresses import FOLDER_TAG
 
@@ -292,7 +292,8 @@ class Uploader:
             model_uri = log_model(run_id, body["folder"])
             self._send_tags(run_id, {tag: model_uri})
         if body["register_as"] is not None:
-            version = register_model(self.client, model_uri, body["register_as"], body["top1"], body["scored_on"])
+            score = body["score"] and VersionScore(*body["score"])
+            version = register_model(self.client, model_uri, body["register_as"], score, body["scored_on"])
             if body["moves_champion"] and (line := move_champion(self.client, version)):
                 LOG.warning("tracking: %s", line)
 

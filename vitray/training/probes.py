@@ -103,7 +103,7 @@ def probe_weights(run: Run, weights: Mapping[str, Tensor], images: ProbeImages, 
         probability=probability_of(run),
         attention_distances=measure_distances,
     )
-    values, _ = probe_scores(run.evaluate.probes, inputs)
+    values = probe_scores(run.evaluate.probes, inputs).scores
     counts = {"images": len(labels)} | ({} if train is None else {"train_images": len(train.labels)})
     return counts | {name: value for name, value in values.items() if value is not None}
 

@@ -83,8 +83,9 @@ class TrainState:
                 self.best_knn, self.best_knn_step = knn, step
             # The upper end of the interval: a few hits more or less of few images are no collapse.
             elif guard.knn_drop is not None and values.get(f"{name}_high", knn) < (1 - guard.knn_drop) * self.best_knn:
+                what = "mAP" if name.endswith("map") else "accuracy"
                 reasons.append(
-                    f"kNN accuracy fell to {knn:.2%} from {self.best_knn:.2%} at step {self.best_knn_step:,}, by more"
+                    f"kNN {what} fell to {knn:.2%} from {self.best_knn:.2%} at step {self.best_knn_step:,}, by more"
                     f" than guard.knn_drop, {guard.knn_drop:g} of it"
                 )
         rank = values.get("rankme")
