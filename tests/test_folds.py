@@ -320,6 +320,9 @@ def test_folds_are_repeats_of_a_group_and_every_image_counts_once():
     assert "of 101 images right, out of fold" in page
     assert "70.30 (60.77 to 78.33) of 101" in page
     assert "intervals are somewhat too narrow" in page
+    page = render(results_of(fold_sweep(trials)._replace(goal="val/map")), {}, b"")
+    assert "right, out of fold" not in page
+    assert "is that of vitray evaluate MODELS DATA --split train --out-of-fold" in page
 
 
 def test_out_of_fold_needs_each_fold_once():

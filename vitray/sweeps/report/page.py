@@ -202,6 +202,11 @@ def _groups(results: Results, pictures: Sequence[Picture]) -> Mapping[str, Any] 
             " Out of fold: of the images of all folds, each counted once by the network that did not learn it, the"
             " share that is right, with a 95 % interval over images."
         )
+    elif results.folds and not results.measure.is_top1:
+        prose += (
+            f" The {results.measure.goal} of the images of all folds together, each scored by the network that did not"
+            " learn it, is that of vitray evaluate MODELS DATA --split train --out-of-fold."
+        )
     varied, costs = varied_settings(results.sweep.trials), _known_costs(results.sweep.trials)
     prose += _latency_note(costs)
     numbers = [Column(results.measure.title, True), Column("n", True)]
