@@ -13,7 +13,7 @@ from test_stream import images_of_epoch, jpeg, train_stream, write
 
 from pipelines.__main__ import main
 from vitray.config import load_run
-from vitray.data.stream.balance import GOLDEN, PARTS, ClassBalance, class_weights
+from vitray.data.stream.balance import GOLDEN, PARTS, ClassBalance, class_draws, class_weights, sums_by_class
 from vitray.data.stream.epoch_order import EpochOrder, positions_of
 from vitray.errors import ConfigError
 
@@ -28,7 +28,7 @@ def split(counts=(700, 250, 50, 0), seed=0) -> np.ndarray:
 
 def draws_of(balance, labels: np.ndarray, used: np.ndarray | None = None, group=64) -> ClassBalance:
     used = np.arange(len(labels)) if used is None else used
-    counts = np.bincount(labels[used], minlength=len(CLASSES))
+    counts = sums_by_class(labels[used], np.ones(len(used)), len(CLASSES))
     starts = np.append(np.arange(0, len(labels), group), len(labels))
     return ClassBalance(labels, used, starts, class_weights(balance, counts, CLASSES), "key 0")
 
@@ -56,7 +56,7 @@ def test_each_epoch_shows_the_share_of_each_class_rounded(balance, shares):
         ]
         shown = np.bincount(labels, weights=seen[epoch], minlength=4)
         assert all(abs(have - share) < 1 for have, share in zip(shown, shares, strict=True))
-        for label, each in enumerate(draws.of_classes(epoch)):
+        for label, each in enumerate(class_draws(labels, np.arange(1000), draws.times(epoch), 4)):
             own = seen[epoch, labels == label]
             assert (each.images, each.shown) == (len(own), own.sum())
             assert each.left_out == (own == 0).sum()
@@ -82,7 +82,7 @@ def test_shares_are_those_of_exact_fractions(counts, weights, epochs):
     ends = [sum(shares[: place + 1], Fraction(0)) / sum(shares) * len(labels) for place in range(4)]
     for epoch in range(epochs):
         offset = Fraction(epoch * GOLDEN % PARTS, PARTS)
-        shown = [each.shown for each in draws.of_classes(epoch)]
+        shown = np.bincount(labels, draws.times(epoch), 4).tolist()
         assert sum(shown) == len(labels)
         assert min(shown) >= 0
         for place in range(4):
@@ -124,6 +124,30 @@ def test_an_order_of_another_epoch_is_that_epochs():
     positions = np.arange(1000)
     assert [each.tolist() for each in later.at(positions)] == [each.tolist() for each in direct.at(positions)]
     assert not np.array_equal(later.at(positions)[0], first.at(positions)[0])
+
+
+def test_of_several_labels_an_image_counts_as_its_rarest_class():
+    rng = np.random.default_rng(0)
+    states = (rng.random((1000, 4)) < (0.6, 0.3, 0.05, 0.0)).astype(np.int8)
+    states[rng.random((1000, 4)) < 0.1] = -1  # unknown
+    counts = (states == 1).sum(0)
+    draws, used = draws_of("equal", states), np.arange(1000)
+    rarest = np.where((states == 1).any(1), np.where(states == 1, -counts, -9999).argmax(1), 4)
+    factors = np.append(1 / np.maximum(counts, 1), 1 / counts.max())[rarest]  # an image without any: the least
+    expected = 1000 * factors / factors.sum()
+    seen = np.zeros((30, 1000), int)
+    for epoch in range(30):
+        seen[epoch] = draws.times(epoch)
+        assert seen[epoch].sum() == 1000
+        for circle in range(5):
+            own = seen[epoch, rarest == circle]
+            assert len(own) == 0 or np.ptp(own) <= 1
+        for label, each in enumerate(class_draws(states, used, seen[epoch], 4)):
+            own = seen[epoch, states[:, label] == 1]
+            assert each == (len(own), own.sum(), (own > 1).sum(), (own == 0).sum())
+    assert np.abs(seen.mean(axis=0) - expected).max() < 1 / 15
+    shown = seen.mean(axis=0)
+    assert shown[states[:, 2] == 1].mean() > 3 * shown[states[:, 0] == 1].mean()
 
 
 @pytest.mark.ray

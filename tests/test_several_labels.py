@@ -613,7 +613,6 @@ def test_evaluate_predict_load_and_serve_give_the_same_labels(trained, scenes, t
     ("words", "message"),
     [
         (["task.distill={teacher: models/a}"], "task.distill does not apply to several labels an image"),
-        (["data.balance=equal"], "data.balance does not apply to several labels an image"),
         (["task.thresholds=[0.5, 0.5]"], "task.thresholds: got 2, expected one for each of 10 classes"),
     ],
 )
@@ -813,6 +812,17 @@ def test_a_run_records_the_weights_of_its_classes(scenes, capsys):
     assert named == (1.0,) * 9 + (3.0,)
     with pytest.raises(ConfigError, match=r"task.class_weights: got bolts, which is no class of the dataset.*bolt"):
         resolve(run.replace({"task.class_weights": {"bolts": 3.0}}))
+
+
+def test_an_epoch_shows_rare_labels_more_often(scenes):
+    run = load_run(None, [*NETWORK, f"data.url={scenes}", "data.balance={bolt: 8}"])
+    plan, dataset = resolve(run).balance, open_dataset(scenes)
+    assert plan is not None
+    assert tuple(each.images for each in plan) == dataset.splits["train"].class_counts
+    bolt = plan[dataset.classes.index("bolt")]
+    assert bolt.shown > 2 * bolt.images
+    assert bolt.left_out == 0
+    assert all(each.left_out > 0 for each in plan if each != bolt)
 
 
 @pytest.mark.parametrize(("lists", "kind"), [(8, "several"), (2, "one")])

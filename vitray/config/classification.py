@@ -187,15 +187,15 @@ class Supervised(Section):
 
     def check(self, model: Model, data: Data) -> None:
         """Raise if the model or the data settings do not fit the task."""
-        del model
-        check_labels(self, data)
+        del model, data
+        check_labels(self)
 
     def describe(self) -> str:
         """Return the loss in words."""
         return describe_classification(self)
 
 
-def check_labels(task: "Supervised | Finetune", data: Data) -> None:
+def check_labels(task: "Supervised | Finetune") -> None:
     """Raise if settings do not fit the loss, or several labels an image."""
     if task.loss != "asymmetric" and task.asymmetric is not None:
         raise ValueError(f"task.asymmetric does not apply to task.loss {task.loss}")
@@ -207,8 +207,6 @@ def check_labels(task: "Supervised | Finetune", data: Data) -> None:
         raise ValueError(
             "task.distill does not apply to several labels an image: a teacher's classes exclude each other"
         )
-    if data.balance != "none":
-        raise ValueError("data.balance does not apply to several labels an image, which is of no one class")
 
 
 def describe_classification(task: "Supervised | Finetune") -> str:
@@ -270,7 +268,8 @@ class Finetune(Section):
 
     def check(self, model: Model, data: Data) -> None:
         """Raise if the model or the data settings do not fit the task."""
-        check_labels(self, data)
+        del data
+        check_labels(self)
         if self.mode not in (modes := ("full", "head", "norm")):
             model.require_vit(f"task.mode: {self.mode} (not {', '.join(modes)})")
 

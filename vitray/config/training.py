@@ -83,7 +83,8 @@ class Data(Section):
     balance: Balance = "none"
     """How often an epoch shows the images of each class, of a training that learns classes. none: each once;
     square_root, equal: an image in proportion to 1 / root of its class's images, or to 1 / its class's images; or
-    relative weights of an image by class, 1 where none is given. An epoch keeps its number of images."""
+    relative weights of an image by class, 1 where none is given. Of several labels, the largest weight counts. An epoch
+    keeps its number of images."""
     repeats: Size = 1
     """Repeated augmentation: views of each image in an epoch. An epoch keeps its length, and covers 1 / repeats of the
     images."""

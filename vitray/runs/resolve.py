@@ -205,7 +205,7 @@ def _balance(run: Run, dataset: Dataset, mask: np.ndarray | None) -> list[ClassD
     from vitray.data.stream.stream import class_balance
 
     rows, used = locate_rows(dataset, run.data.train), None if mask is None else np.flatnonzero(~mask)
-    return class_balance(dataset, rows, used, run.data.balance, run.seed).of_classes(0)
+    return class_balance(dataset, rows, used, run.data.balance, run.seed)[1]
 
 
 # Classes of a table, the rarest and the most frequent ones.

@@ -2,7 +2,12 @@
 
 The images of a class stand in a circle, in an order that is drawn once. Each epoch takes the next of them, as many as
 the class's share of an epoch: of a rare class every image several times, of a frequent one some, and all of a class
-equally often over the epochs. An epoch keeps its number of images. Shapes: K classes.
+equally often over the epochs. An epoch keeps its number of images.
+
+Of several labels an image, it stands with the one of most weight: in the circle of its rarest class, as the repeat
+factors of LVIS do (Gupta et al., 2019). Images without any have a circle of the least weight.
+
+Shapes: N images, K classes, G circles.
 """
 
 from collections.abc import Sequence
@@ -26,16 +31,10 @@ class ClassDraw(NamedTuple):
     images: int
     shown: int
     """Times that an image of it is shown."""
-
-    @property
-    def left_out(self) -> int:
-        """The images that are not shown."""
-        return max(0, self.images - self.shown)
-
-    @property
-    def repeated(self) -> int:
-        """The images that are shown more than once."""
-        return min(self.images, max(0, self.shown - self.images))
+    repeated: int
+    """The images that are shown more than once."""
+    left_out: int
+    """The images that are not shown."""
 
 
 class ClassBalance:
@@ -44,43 +43,75 @@ class ClassBalance:
     def __init__(
         self, labels: np.ndarray, used: np.ndarray, starts: np.ndarray, weights_K: np.ndarray, key: str
     ) -> None:
-        """`labels`: of each row of the split; `used`: the rows in use; `starts`: the first row of each row group, and
-        the end; `weights_K`: of an image of each class, relative to the others."""
+        """`labels`: of each row of the split, or states (NxK); `used`: the rows in use; `starts`: the first row of each
+        row group, and the end; `weights_K`: of an image of each class, relative to the others."""
         self._rows, self._starts = len(labels), starts
+        circle_N, weights_G = circles_of(labels, weights_K)
         order = used[np.argsort(raw_draws(f"balance {key}", self._rows)[used], kind="stable")]
-        order = order[np.argsort(labels[order], kind="stable")]
-        self._counts_K = np.bincount(labels[used], minlength=len(weights_K))
-        self._circles = np.split(order, np.cumsum(self._counts_K)[:-1])
-        shares_K = self._counts_K * weights_K
-        ends_K = np.round(np.cumsum(shares_K) / shares_K.sum() * len(used) * PARTS).astype(np.int64)
-        ends_K[-1] = len(used) * PARTS  # together they are the images of an epoch
-        self._ends = np.concatenate([[0], ends_K])
-
-    def of_classes(self, epoch: int) -> list[ClassDraw]:
-        """Return how often the images of each class are shown in an epoch."""
-        shown_K = self._shown(epoch, 1)[0].tolist()
-        return [ClassDraw(*each) for each in zip(self._counts_K.tolist(), shown_K, strict=True)]
+        order = order[np.argsort(circle_N[order], kind="stable")]
+        counts_G = np.bincount(circle_N[used], minlength=len(weights_G))
+        self._circles = np.split(order, np.cumsum(counts_G)[:-1])
+        shares_G = counts_G * weights_G
+        ends_G = np.round(np.cumsum(shares_G) / shares_G.sum() * len(used) * PARTS).astype(np.int64)
+        ends_G[-1] = len(used) * PARTS  # together they are the images of an epoch
+        self._ends = np.concatenate([[0], ends_G])
 
     def of_rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the number of images of each row group that an epoch shows, their rows, ascending, and how often each
         of these is among those before it."""
+        times = self.times(epoch)
+        ends, rows = np.concatenate([[0], np.cumsum(times)]), np.repeat(np.arange(self._rows), times)
+        return np.diff(ends[self._starts]), rows, np.arange(len(rows)) - np.repeat(ends[:-1], times)
+
+    def times(self, epoch: int) -> np.ndarray:
+        """Return how often an epoch shows each row of the split."""
         times = np.zeros(self._rows, np.int64)
-        begins_K = self._shown(0, epoch).sum(axis=0)
-        for circle, begin, number in zip(self._circles, begins_K, self._shown(epoch, 1)[0], strict=True):
+        begins_G = self._shown(0, epoch).sum(axis=0)
+        for circle, begin, number in zip(self._circles, begins_G, self._shown(epoch, 1)[0], strict=True):
             if len(circle):
                 rounds, rest = divmod(int(number), len(circle))
                 times[circle] = rounds
                 times[circle[(begin + np.arange(rest)) % len(circle)]] += 1
-        ends, rows = np.concatenate([[0], np.cumsum(times)]), np.repeat(np.arange(self._rows), times)
-        return np.diff(ends[self._starts]), rows, np.arange(len(rows)) - np.repeat(ends[:-1], times)
+        return times
 
     def _shown(self, first: int, epochs: int) -> np.ndarray:
-        """How many images of each class each of some epochs shows: the class's share, rounded up or down.
+        """How many images of each circle each of some epochs shows: the circle's share, rounded up or down.
 
         Which of both, a sequence decides that spreads evenly, so that the mean over epochs is the share.
         """
         offsets = np.arange(first, first + epochs, dtype=np.int64) * GOLDEN % PARTS
         return np.diff((self._ends + offsets[:, np.newaxis]) // PARTS, axis=1)
+
+
+def circles_of(labels: np.ndarray, weights_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the circle of each image (N) and the weight of each circle (G); the last one is of images without a class.
+
+    Of classes of equal weight, the first counts.
+    """
+    if labels.ndim == 1:
+        return labels, weights_K
+    circle_N, most_N = np.full(len(labels), len(weights_K)), np.zeros(len(labels))
+    for label, weight in enumerate(weights_K):
+        is_more_N = (labels[:, label] == 1) & (weight > most_N)
+        circle_N[is_more_N], most_N[is_more_N] = label, weight
+    return circle_N, np.append(weights_K, weights_K.min())
+
+
+def class_draws(labels: np.ndarray, used: np.ndarray, times: np.ndarray, num_classes: int) -> list[ClassDraw]:
+    """Return how often an epoch shows the images of each class, from how often it shows each image."""
+    ones = np.ones(len(used), np.int64)
+    images, shown, repeated, left_out = (
+        sums_by_class(labels[used], weight_N, num_classes)
+        for weight_N in (ones, times[used], times[used] > 1, times[used] == 0)
+    )
+    return [ClassDraw(*map(int, each)) for each in zip(images, shown, repeated, left_out, strict=True)]
+
+
+def sums_by_class(labels: np.ndarray, weight_N: np.ndarray, num_classes: int) -> np.ndarray:
+    """Return the sum of the weights of the images that have each class (K)."""
+    if labels.ndim == 1:
+        return np.bincount(labels, weight_N, num_classes)
+    return np.array([weight_N[labels[:, label] == 1].sum() for label in range(num_classes)], float)
 
 
 def class_weights(

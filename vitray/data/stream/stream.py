@@ -11,7 +11,7 @@ import numpy as np
 from vitray.config.training import Balance
 from vitray.data.augment.draws import read_draws
 from vitray.data.shards.manifest import Dataset
-from vitray.data.stream.balance import ClassBalance, class_weights
+from vitray.data.stream.balance import ClassBalance, ClassDraw, class_draws, class_weights, sums_by_class
 from vitray.data.stream.batches import HostBatch, Share, StreamSpec
 from vitray.data.stream.decoding import (
     Images,
@@ -57,7 +57,9 @@ class Stream:
         else:
             self._used = np.flatnonzero(mask), np.add.reduceat(mask.astype(np.int64), self.rows.starts[:-1])
         balanced = spec.balance != "none"
-        self._balance = class_balance(dataset, self.rows, self._used[0], spec.balance, spec.seed) if balanced else None
+        self._balance = (
+            class_balance(dataset, self.rows, self._used[0], spec.balance, spec.seed)[0] if balanced else None
+        )
         self._reader: Reader = open_reader(self)
 
     @property
@@ -174,9 +176,11 @@ def class_counts(rows: SplitRows, used: np.ndarray | None) -> tuple[np.ndarray, 
 
 def class_balance(
     dataset: Dataset, rows: SplitRows, used: np.ndarray | None, balance: Balance, seed: int
-) -> ClassBalance:
-    """Return how often the epochs of a run show the images of each class; reads all labels."""
+) -> tuple[ClassBalance, list[ClassDraw]]:
+    """Return how often the epochs of a run show the images of each class, and of the first epoch; reads all labels."""
     labels = read_labels(np.arange(rows.starts[-1]), rows)
     used = np.arange(len(labels)) if used is None else used
-    weights_K = class_weights(balance, np.bincount(labels[used], minlength=rows.classes), dataset.classes)
-    return ClassBalance(labels, used, rows.starts, weights_K, f"{dataset.identity} {seed}")
+    counts_K = sums_by_class(labels[used], np.ones(len(used)), rows.classes)
+    weights_K = class_weights(balance, counts_K, dataset.classes)
+    found = ClassBalance(labels, used, rows.starts, weights_K, f"{dataset.identity} {seed}")
+    return found, class_draws(labels, used, found.times(0), rows.classes)
