@@ -11,6 +11,7 @@ from vitray.config import load_run
 from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.stream.batches import Share
 from vitray.errors import ConfigError
+from vitray.models.precision import precision_on
 from vitray.training.checkpoints import copy_to_host, write_checkpoint
 from vitray.training.learner import Learner, build_learner, checkpoint_of, compile_model, resume
 from vitray.training.loop import take_step
@@ -165,3 +166,18 @@ def test_each_mode_trains_alike_and_resumes_exactly(mode, tmp_path):
     second = learner_of(run)
     resume(str(tmp_path), second, host)
     assert all(torch.equal(tensor, whole[key]) for key, tensor in steps(run, second, 2, 4).items())
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_auto_is_the_precision_that_the_device_computes_in(monkeypatch, has_bf16):
+    asked = []
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: asked.append(including_emulation) or has_bf16
+    )
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    wanted = load_run(None, []).compute.precision
+    assert wanted == "auto"
+    assert precision_on(gpu, wanted) == ("bf16" if has_bf16 else "fp32")
+    assert asked == [False]  # what a GPU emulates is slow
+    assert precision_on(cpu, wanted) == "fp32"
+    assert [precision_on(device, name) for device in (gpu, cpu) for name in ("fp32", "bf16")] == ["fp32", "bf16"] * 2

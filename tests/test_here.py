@@ -29,6 +29,7 @@ from vitray.runs.callback import Callback
 from vitray.runs.train import train
 from vitray.system.child import Child
 from vitray.training import checkpoints, loop
+from vitray.weights import open_weights
 
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--no-python", "--nproc-per-node", "2"]
 VITRAY = [sys.executable, "-m", "pipelines"]
@@ -108,6 +109,8 @@ def test_a_run_without_ray_is_bit_equal(place, on_ray):
     ]
     assert tags[1] - tags[0] == {"start/ray_seconds"}
     assert theirs.params.keys() == ours.params.keys()
+    assert (ours.params["compute.precision"], ours.params["plan.precision"]) == ("auto", "fp32")
+    assert open_weights(outcome["model"]).run.compute.precision == "fp32"
 
 
 @pytest.mark.ray

@@ -259,8 +259,9 @@ class Compute(Section):
     local_batch: Size | None = None
     """Maximum images per forward pass on a device. A larger share of the batch uses gradient accumulation; every worker
     takes as many passes as the largest share needs."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: autocast, with fp32 weights."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16: autocast, with fp32 weights. auto: bf16 on a GPU that computes in it, else fp32; the trained network's
+    settings have which."""
     tf32: bool = True
     """Allows TF32 in fp32 matrix products on a GPU."""
     compile: Annotated[

@@ -162,7 +162,7 @@ class RunLogger:
         self._history: dict[str, list[tuple[int, float]]] = {}
         self._tagged: dict[str, float] = {}
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
-        self._device = "CPU"
+        self._device, self._precision = "CPU", "fp32"
         self._best = BestCheckpoint()
         self._wait_warning = WaitWarning(resolved.run.data, placement.use_gpu, placement.is_here and not hook)
         self._has_pictures = False
@@ -293,7 +293,7 @@ class RunLogger:
         costs |= {f"cost/{name}": value for name, value in result.costs.items()}
         if speed:
             costs["cost/step_ms"] = 1000 * batch / speed
-        if peak := peak_flops(self._device, self._run.compute.precision):
+        if peak := peak_flops(self._device, self._precision):
             costs["cost/mfu"] = flops / device_seconds / peak
         return costs
 
@@ -328,10 +328,11 @@ class RunLogger:
 
     def _log(self, message: messages.Message) -> None:
         match message:
-            case messages.WorkersStarted(device=device, workers=workers):
+            case messages.WorkersStarted(device=device, workers=workers, precision=precision):
                 self.reached("workers")
-                self._device = device
-                self.console.line(f"  {workers} worker{'s' * (workers != 1)} on {device}")
+                self._device, self._precision = device, precision
+                self._tracker.params({"plan.precision": precision})
+                self.console.line(f"  {workers} worker{'s' * (workers != 1)} on {device}, {precision}")
             case messages.Resumed(step=step, workers=workers):
                 self._progress.resume(step, workers)
                 self._wait_warning.restart()

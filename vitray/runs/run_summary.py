@@ -193,7 +193,6 @@ def describe_run(resolved: ResolvedRun, placement: Placement) -> str:
         **({"Teacher": f"`{teacher.url}`, {teacher.gflops:.3g} GFLOPs an image"} if teacher else {}),
         "Optimizer": f"{optim.rule.kind}, lr {optim.lr:g} {optim.schedule.kind}, weight decay {optim.weight_decay:g}",
         "Length": f"{optim.duration} = {resolved.length.total:,} steps of {optim.batch} images, warm-up {optim.warmup}",
-        "Where": f"{placement.workers[1]} {'GPU' if placement.use_gpu else 'CPU'} workers, {run.compute.precision},"
-        f" driver on {platform.node()}",
+        "Where": f"{placement.workers[1]} {'GPU' if placement.use_gpu else 'CPU'} workers, driver on {platform.node()}",
     }
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())])

@@ -166,7 +166,7 @@ def _train(
             return logger.finish(result, None)
         case "finished":
             check_owner(folder.url, folder.owner)
-            trained = resolved.run
+            trained = resolved.run.replace({"compute.precision": result.precision})
             if result.thresholds is not None:
                 trained = trained.replace({"task.thresholds": list(result.thresholds)})
             saved = save_weights(trained, folder.url, resolved.dataset.classes, resolved.initial)

@@ -19,6 +19,7 @@ from vitray.metrics.scores import (
     evaluate_labels,
     evaluate_loss,
 )
+from vitray.models.precision import precision_on
 from vitray.models.probabilities import probability_of
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tasks.build import Task, build_task
@@ -155,7 +156,8 @@ class Scorer:
 
 def autocast(run: Run, device: torch.device) -> torch.autocast:
     """Return the context of the run's precision."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=run.compute.precision == "bf16")
+    is_bf16 = precision_on(device, run.compute.precision) == "bf16"
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_bf16)
 
 
 def log_scores(finished: Iterator[tuple[int, list[Score]]], run: Run, state: TrainState, host: Host) -> None:

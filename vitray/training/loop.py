@@ -25,6 +25,7 @@ from vitray.data.stream.decoding import read_rows
 from vitray.data.stream.prefetch import Prefetcher, all_reduce_max, new_broadcast
 from vitray.data.stream.stream import Stream
 from vitray.metrics.scores import gather_names
+from vitray.models.precision import precision_on
 from vitray.models.stems import use_patch
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Saver
@@ -165,7 +166,7 @@ def start_worker(resolved: ResolvedRun, run_dir: str, host: Host) -> tuple[Worke
     run, device = resolved.run, host.device
     share = Share(host.rank, host.workers, new_broadcast())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    host.send(WorkersStarted(name, host.workers))
+    host.send(WorkersStarted(name, host.workers, precision_on(device, run.compute.precision)))
     if device.type == "cpu":
         torch.set_num_threads(host.threads)
     torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
@@ -341,6 +342,7 @@ def finish(worker: Worker, progress: Progress, ending: Ending) -> WorkerResult:
         state.step,
         seconds=state.seconds,
         workers=host.workers,
+        precision=precision_on(host.device, run.compute.precision),
         val_top1=state.latest.top1 if state.latest else None,
         val_map=state.latest.map if state.latest else None,
         thresholds=state.latest.thresholds if state.latest else None,

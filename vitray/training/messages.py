@@ -7,12 +7,15 @@ import numpy as np
 
 from vitray.metrics.arrays import Examples
 
+Precision = Literal["fp32", "bf16"]
+
 
 class WorkersStarted(NamedTuple):
     """The worker group has started."""
 
     device: str
     workers: int
+    precision: Precision
 
 
 class Resumed(NamedTuple):
@@ -124,6 +127,7 @@ class WorkerResult(NamedTuple):
     seconds: float = 0.0
     """Training time, without evaluations."""
     workers: int = 1
+    precision: Precision = "fp32"
     val_top1: float | None = None
     val_map: float | None = None
     thresholds: Sequence[float] | None = None
