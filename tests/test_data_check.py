@@ -89,7 +89,14 @@ def measured(stream: float, step: float, both: float, wait: float, gpus: float =
         ((1000, 2000, 1000, 0.5), 0, ["data.cache=decoded"], "images", "resize=SIZE", "data.augment.decode"),
         ((1000, 2000, 1000, 0.5), 2, ["data.augment.on=tasks"], "images", "data.augment.on=device", "bf16"),
         ((2000, 1000, 1000, 0.0), 2, [], "step", "compute.compile=default", "data.cache"),
-        ((2000, 1000, 1000, 0.0), 2, ["compute.compile=default"], "step", "bf16", "compute.compile"),
+        (
+            (2000, 1000, 1000, 0.0),
+            2,
+            ["compute.compile=default", "compute.precision=fp32"],
+            "step",
+            "bf16",
+            "compute.compile",
+        ),
         ((2000, 1000, 700, 0.02), 0, [], "step", "together reach 70% of the slower one alone", "bf16"),
         # Alone the stream is faster, but not beside the steps, which take its CPUs.
         ((1200, 1000, 700, 0.2), 0, [], "images", "stream and step share CPUs", "in place of"),

@@ -25,7 +25,7 @@ from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.serving.flavor import log_model
 from vitray.system import storage
-from vitray.tracking.model_registry import holder_of, move_champion, register_model
+from vitray.tracking.model_registry import VersionScore, holder_of, move_champion, register_model
 from vitray.weights import addresses, flatten_model, identity_of, load_model, open_weights, save_model
 from vitray.weights.addresses import resolve_uri
 
@@ -434,9 +434,9 @@ def logged(store, tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     run_id = new_run(store)
     whole = log_model(run_id, save(folder / "base", fresh(), classes=list("abcde")))
-    move_champion(store, register_model(store, whole, "vit", 0.5, "val"))
+    move_champion(store, register_model(store, whole, "vit", VersionScore("val/top1", 0.5), "val"))
     delta = log_model(new_run(store), save(folder / "d", tuned(fresh()), "models:/vit@champion", list("abcde")))
-    register_model(store, delta, "vit", 0.25, "val")
+    register_model(store, delta, "vit", VersionScore("val/top1", 0.25), "val")
     return {"run": run_id, "whole": whole, "delta": delta}
 
 

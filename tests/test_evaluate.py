@@ -190,7 +190,7 @@ def test_networks_of_another_order_are_not_compared_on_images_without_names(plac
 def test_a_named_and_an_unnamed_network_agree_by_number(place):
     evaluation = synthetic(place, 12, 101, 2)
     first, second = evaluation.results
-    twin = second._replace(scored=first.scored, classes=tuple(map(str, range(12))))
+    twin = second._replace(scores=first.scored, classes=tuple(map(str, range(12))))
     assert compare([first, twin])[1].tolist() == [[1, 1], [1, 1]]
 
 
@@ -274,7 +274,7 @@ def judged(**gains):
         first[name], second[name] = np.ones(1000), np.ones(1000)
         first[name][:more], second[name][more : more + less] = 0, 0
     networks = (("old", first), ("new", second))
-    both = [SimpleNamespace(name=name, hits=hits, scored=None, several=None) for name, hits in networks]
+    both = [SimpleNamespace(name=name, hits=hits, maps={}, scored=None) for name, hits in networks]
     return Evaluation(None, both, *compare(both), "").verdict()
 
 
@@ -680,7 +680,7 @@ def test_a_page_may_begin_with_a_network_without_a_head(place):
     evaluation = synthetic(place, 10, 101, 2)
     first, second = evaluation.results
     errors = {"corruption_error_contrast": 0.5, "error_contrast_1": 0.5, "corruption_images": 101}
-    results = [first._replace(scored=None), second._replace(more={**second.more, **errors})]
+    results = [first._replace(scores=None), second._replace(more={**second.more, **errors})]
     page = render(evaluation._replace(results=results, pairs=[], agreement=None))
     assert "Each is of 101 images" in page
     assert "highest top-1" in page

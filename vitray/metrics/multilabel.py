@@ -159,7 +159,7 @@ def label_loss(logits_NK: np.ndarray, states_NK: np.ndarray, probability: Probab
 
 def mean_average_precision(scores_NK: np.ndarray, states_NK: np.ndarray) -> float:
     """Return the mean over classes of the average precision, without those at no image; NaN without any."""
-    return _map_of(_rankings(scores_NK, states_NK), np.ones((1, len(states_NK))))[0]
+    return float(_map_of(_rankings(scores_NK, states_NK), np.ones((1, len(states_NK))))[0])
 
 
 def draw_maps(scores_NK: np.ndarray, states_NK: np.ndarray) -> DrawnMap:
