@@ -167,7 +167,6 @@ def test_workers_on_ray_show_the_images_of_the_order(tmp_path, ray_cluster):
     assert len(set(looks)) == len(looks) > 1
 
 
-@pytest.mark.ray
 def test_the_plan_says_how_often_each_class_is_shown(tmp_path, capsys):
     dataset = write(tmp_path / "data", [jpeg(index) for index in range(70)])
     words = [f"data.url={dataset.url}", "data.val=null", "optim.batch=8", "data.balance={a: 4}", "model.image_size=32"]

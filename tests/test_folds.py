@@ -108,7 +108,6 @@ def dataset(tmp_path_factory) -> str:
     return str(folder / "data")
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize("group", [None, "patient"])
 def test_each_image_is_held_out_by_one_fold(dataset, group):
     opened = open_dataset(dataset)
@@ -132,7 +131,6 @@ def test_each_image_is_held_out_by_one_fold(dataset, group):
     assert (total == 1).all()
 
 
-@pytest.mark.ray
 def test_a_tar_and_parquet_keep_columns_too(tmp_path, dataset):
     source = open_dataset(dataset)
     [shard] = source.splits["train"].shards
@@ -165,7 +163,6 @@ def test_a_tar_and_parquet_keep_columns_too(tmp_path, dataset):
     assert (np.sum(masks, axis=0) == 1).all()
 
 
-@pytest.mark.ray
 def test_splits_are_drawn_of_whole_groups(dataset, tmp_path):
     index = dataset.removesuffix("data") + "index.csv"
     words = ["columns=[patient]", "group=patient", "workers=1", "dedupe=off"]
@@ -183,7 +180,6 @@ def test_splits_are_drawn_of_whole_groups(dataset, tmp_path):
     assert 24 - 120 / PATIENTS < rows["test"] <= 24
 
 
-@pytest.mark.ray
 def test_a_group_in_two_splits_is_refused(dataset, tmp_path, capsys):
     folder = Path(dataset).parent
     lines = (folder / "index.csv").read_text().splitlines()
@@ -198,7 +194,6 @@ def test_a_group_in_two_splits_is_refused(dataset, tmp_path, capsys):
     assert "group: got patient, expected one of columns, as in columns=[patient]" in capsys.readouterr().err
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize(
     ("source", "words", "message"),
     [
@@ -218,7 +213,6 @@ def test_columns_that_cannot_be_kept_are_one_message(dataset, tmp_path, capsys, 
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize(
     ("value", "message"),
     [("p" * 201, "got 201 characters, expected at most 200"), ("\ud800", "expected one line of text, got")],
@@ -251,7 +245,6 @@ def test_settings_that_hold_out_nothing_or_twice_are_one_message(overrides, mess
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize(
     ("fold", "message"),
     [
@@ -264,7 +257,6 @@ def test_folds_that_cannot_be_made_are_one_message(dataset, fold, message):
         held_out(open_dataset(dataset), Data(fold=fold))
 
 
-@pytest.mark.ray
 def test_a_class_that_is_in_one_fold_alone_is_refused(dataset, tmp_path):
     index = tmp_path / "index.csv"
     folder = Path(dataset).parent

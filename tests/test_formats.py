@@ -99,8 +99,7 @@ def test_a_dataset(tmp_path):
     assert rows["train"]["key"].to_pylist() == [f"train:{index}" for index in range(50)]
 
 
-@pytest.mark.ray
-def test_a_dataset_of_vitray_shard_has_the_columns_of_the_page(ray_cluster, tmp_path):
+def test_a_dataset_of_vitray_shard_has_the_columns_of_the_page(tmp_path):
     write_shards(read_request("demo", str(tmp_path / "data"), overrides=["images=40", "image_size=32"]))
     rows = check_dataset(tmp_path / "data")
     table = re.search(r"\| column \| type .*?\n\n", PAGE, re.DOTALL)[0]

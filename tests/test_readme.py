@@ -20,7 +20,6 @@ from vitray.data.shards import read_request, write_dataset
 from vitray.data.shards.demo import demo_item
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-pytestmark = pytest.mark.ray
 # Paths of the clone that blocks name.
 CLONED = ("pipelines", "tune_spaces", "deploy", "Makefile", "cluster.yaml")
 # Programs of a shell block, of which only the syntax is checked.
@@ -70,7 +69,7 @@ INLINE = [span for span in INLINE if re.search(r"=| --", span) and not re.search
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, ray_cluster):
+def folder(tmp_path_factory, s3_server):
     """A new clone after `make demo`, with a smaller dataset, a recipe of the user's and saved networks."""
     from vitray import ViT, flatten_model, save_model
 

@@ -18,7 +18,7 @@ TINY = ["model.name=vit_u2x2_8", "model.image_size=32", "model.num_classes=10", 
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory, ray_cluster):
+def dataset(tmp_path_factory):
     url = str(tmp_path_factory.mktemp("data") / "demo")
     write_dataset(read_request("demo", url, overrides=["images=100", "image_size=32"]))
     return url
@@ -28,7 +28,6 @@ def run(dataset, *overrides):
     return load_run(None, [*TINY, f"data.url={dataset}", "optim.duration=3 epochs", "optim.warmup=1 epoch", *overrides])
 
 
-@pytest.mark.ray
 def test_a_plan_has_the_numbers_of_its_recipe_and_dataset(dataset):
     resolved = resolve(run(dataset))
     assert resolved.length == (6, 6, 18)
@@ -40,13 +39,11 @@ def test_a_plan_has_the_numbers_of_its_recipe_and_dataset(dataset):
     assert plan["trainable_share"] == 1.0
 
 
-@pytest.mark.ray
 def test_the_number_of_classes_comes_from_the_dataset(dataset):
     settings = ["model.name=vit_u2x2_8", "model.image_size=32", f"data.url={dataset}", "optim.batch=16"]
     assert resolve(load_run(None, [*settings, "optim.warmup=1 epoch"])).run.model.num_classes == 10
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize(
     ("overrides", "phrases"),
     [
@@ -82,7 +79,6 @@ def test_a_mismatch_of_recipe_and_dataset_is_one_error(dataset, overrides, phras
         assert phrase in str(error.value)
 
 
-@pytest.mark.ray
 def test_a_holdout_split_is_evaluated_and_not_trained_on(dataset):
     opened = open_dataset(dataset)
     masks = {share: held_out(opened, Data(holdout=share)) for share in (0.1, 0.4, 0.999)}
@@ -98,7 +94,6 @@ def test_a_holdout_split_is_evaluated_and_not_trained_on(dataset):
         resolve(run(dataset, "data.holdout=1e-9"))
 
 
-@pytest.mark.ray
 def test_images_and_splits_that_are_no_dataset_come_with_the_command(dataset, tmp_path):
     folder = tmp_path / "photos" / "cat"
     folder.mkdir(parents=True)
@@ -114,7 +109,6 @@ def test_images_and_splits_that_are_no_dataset_come_with_the_command(dataset, tm
         resolve(run(dataset).replace({"data.url": f"{tmp_path}/only"}))
 
 
-@pytest.mark.ray
 def test_a_missing_or_truncated_shard_is_named(dataset, tmp_path):
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -132,7 +126,6 @@ def test_a_missing_or_truncated_shard_is_named(dataset, tmp_path):
         resolve(run(copy))
 
 
-@pytest.mark.ray
 def test_a_dry_run_prints_the_plan_as_json_without_ray(dataset, tmp_path):
     code = (
         "import sys; from pipelines.__main__ import main; status = main(sys.argv[1:]);"
