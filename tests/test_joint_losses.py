@@ -18,15 +18,20 @@ from hypothesis import strategies as st
 from image_sets import write_dataset, write_network
 from lightly.loss import DINOLoss, IBOTPatchLoss, KoLeoLoss, LeJEPALoss
 from networks import scrambled
+from test_serve import png
+from test_serve_here import ask
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import vitray
 from vitray.config import Run, load_run
 from vitray.config.classification import TRAINED
+from vitray.config.serving import Serving
 from vitray.errors import ConfigError, RunError
 from vitray.models.stems import synchronize_norms
 from vitray.runs.callback import Callback
 from vitray.runs.train import train
+from vitray.serving.here import serving_from
 from vitray.tasks.build import build_task
 from vitray.tasks.lejepa import JointPrediction, epps_pulley, wave_sums
 from vitray.tasks.self_distillation import SelfDistilled, dino_sum, sinkhorn
@@ -578,6 +583,43 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, monkeypatch, se
     own = {"prediction", "normality"} if settings is LEJEPA else {"dino", "ibot", "koleo", "entropy", "prototypes_used"}
     assert own | {"loss"} == {name.removeprefix("val/") for name in scores[-1] if name.startswith("val/")}
     assert len(scores) == 2
+
+
+@pytest.mark.slow
+def test_teacher_and_student_are_fine_tuned_scored_inspected_predicted_and_served(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlruns.db'}")
+    monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "home"))
+    write_dataset(tmp_path / "data", {"train": 60, "val": 20})
+    short = {"data.url": str(tmp_path / "data"), "compute.workers": 1, "optim.warmup": "0 steps", "optim.batch": 8}
+    short["optim.duration"] = "6 steps"
+    start = write_network(tmp_path / "start")
+    pretrained = train(
+        load_run(None, DISTILLED | short | {"task.weights": str(start), "task.head_first": "2 steps"}),
+        "pretrained",
+        str(tmp_path / "runs"),
+        here=True,
+    )
+    folders = [f"{pretrained.home}/{name}" for name in ("model", "student")]
+    for folder in folders:
+        assert vitray.open_weights(folder).run.task.weights == str(start)  # where it comes from
+    data, out = short["data.url"], str(tmp_path / "scores")
+    scores = vitray.evaluate(folders, data, probes=["knn", "rank"], out=out, workers=1)
+    one, other = scores.values["models"]
+    assert one["identity"] != other["identity"]
+    assert {pair["score"] for pair in scores.values["comparisons"]} == {"knn10"}
+    for number, folder in enumerate(folders):
+        page = vitray.inspect(folder, data, most=4, out=str(tmp_path / f"page-{number}"), workers=1)
+        assert "components" in (tmp_path / f"page-{number}/index.html").read_text()
+        assert page.values
+        vitray.predict(folder, data, str(tmp_path / f"part-{number}"), embedding=True, splits=["val"])
+        tuning = {"task": {"kind": "finetune", "weights": folder, "mode": "attn"}, "model.image_size": 32}
+        tuned = train(load_run(None, short | tuning), f"tuned-{number}", str(tmp_path / "runs"), here=True)
+        [alone] = vitray.load(tuned.model).predict(png(3))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        with serving_from(Serving(base=folder, tasks={"shapes": tuned.model}), "127.0.0.1", port):
+            status, answer = ask(port, "/v1/predict?task=shapes", png(3))
+        assert (status, answer["predictions"][0]["class"]) == (200, alone.name)
 
 
 def test_a_planted_collapse_ends_the_run_with_its_likely_cause(tmp_path, monkeypatch):
