@@ -30,6 +30,7 @@ from vitray.config.serving import Serving
 from vitray.errors import ConfigError, RunError
 from vitray.models.stems import synchronize_norms
 from vitray.runs.callback import Callback
+from vitray.runs.resolve import resolve
 from vitray.runs.train import train
 from vitray.serving.here import serving_from
 from vitray.tasks.build import build_task
@@ -546,6 +547,15 @@ def test_bad_starts_get_one_message(changes, message):
     with pytest.raises(ConfigError) as error:
         load_run(None, LEJEPA | changes)
     assert message in str(error.value)
+
+
+def test_a_run_in_which_only_the_head_learns_is_refused(tmp_path):
+    write_dataset(tmp_path / "data", {"train": 40, "val": 10})
+    start = {"task.weights": str(write_network(tmp_path / "model")), "data.url": str(tmp_path / "data")}
+    run = load_run(None, DISTILLED | start | {"optim.duration": "5 steps", "optim.warmup": "0 steps", "optim.batch": 8})
+    with pytest.raises(ConfigError, match=r"task.head_first: got 1 epoch, which is 5 steps, expected fewer than the 5"):
+        resolve(run)
+    assert resolve(run.replace({"task.head_first": "4 steps"})).length.total == 5
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from vitray.config import Run
 from vitray.config.classification import Finetune
 from vitray.config.evaluation import PROBE_TRAITS
 from vitray.config.pretraining import Beit, Masked
-from vitray.config.self_supervised import Lejepa, SelfDistillation, by_data
+from vitray.config.sections import in_steps
+from vitray.config.self_supervised import Lejepa, SelfDistillation, by_data, length_alone
 from vitray.data.shards import held_out, open_dataset
 from vitray.data.shards.checking import check_sizes
 from vitray.data.shards.manifest import MANIFEST, Dataset
@@ -69,6 +70,8 @@ def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
     if not is_known:
         check_sizes(dataset, dict.fromkeys([run.data.train, run.data.evaluated or run.data.train]))
     length, intervals = resolve_schedule(run, images)
+    if isinstance(run.task, Lejepa | SelfDistillation):
+        _check_length_alone(run.task, length)
     from vitray.models.network import network_sizes  # imports torch, which takes seconds
     from vitray.tasks.build import task_costs
     from vitray.tasks.supervised import Teacher
@@ -90,6 +93,16 @@ def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
         tokenizer=tokenizer,
         teacher=teacher,
     )
+
+
+def _check_length_alone(task: Lejepa | SelfDistillation, length: Length) -> None:
+    """Refuse a run that ends before the network begins to learn."""
+    alone = in_steps(length_alone(task), length.epoch)
+    if alone >= length.total:
+        raise ConfigError(
+            f"task.head_first: got {length_alone(task)}, which is {alone:,} steps, expected fewer than the"
+            f" {length.total:,} steps of optim.duration: until then the network does not learn"
+        )
 
 
 def plan_of(resolved: ResolvedRun) -> dict[str, int | float | str | None]:
