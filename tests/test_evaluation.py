@@ -17,6 +17,7 @@ from vitray.data.stream.batches import HostBatch, Share
 from vitray.metrics.multilabel import score_labels
 from vitray.metrics.scores import MAX_MISTAKES, EvaluationSet, Mistake, evaluate, evaluate_labels, evaluate_loss
 from vitray.tasks.build import build_task
+from vitray.training import evaluator
 from vitray.training.evaluator import Scorer
 
 
@@ -362,3 +363,17 @@ def test_evaluation_is_compiled_when_training_is(compile_it, monkeypatch):
     scorer = Scorer(SimpleNamespace(run=run), Val(), task, Share(0, 1), CPU)
     expected = 0.0 if compile_it == "true" else 1.0
     assert [scorer.score().top1 for _ in range(2)] == [expected, expected]
+
+
+@pytest.mark.parametrize(("limit", "passes"), [(10 * 32 * 32 * 3 // 2, 1), (10 * 32 * 32 * 3 // 2 - 1, 3)])
+def test_images_that_fit_are_decoded_once_for_all_evaluations(monkeypatch, limit, passes):
+    """On each worker of two half of them, whose limit decides for both."""
+    monkeypatch.setattr(evaluator, "KEPT_BYTES", limit)
+    run = load_run(None, ["model.name=vit_u2x1_8", "model.image_size=32", "model.num_classes=7", "evaluate.examples=0"])
+    task, val, read = build_task(run), Val(), []
+    task.vit = Noticing()
+    monkeypatch.setattr(val, "evaluate", lambda share: read.append(share) or Val.evaluate(val, share), raising=False)
+    scorer = Scorer(SimpleNamespace(run=run), val, task, Share(0, 2), CPU)
+    first, *others = [scorer.score() for _ in range(3)]
+    assert (first.images, first.loss) == (10, others[0].loss) == (10, others[1].loss)
+    assert len(read) == passes

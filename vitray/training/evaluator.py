@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.data.stream.batches import Share
+from vitray.data.stream.batches import HostBatch, Share
 from vitray.data.stream.prefetch import Prefetcher, new_broadcast
 from vitray.data.stream.stream import Stream
 from vitray.metrics.scores import (
@@ -31,6 +31,9 @@ from vitray.training.learner import Learner
 from vitray.training.messages import Evaluation, ExamplePictures, Note, Pictures
 from vitray.training.resolved import ResolvedRun
 from vitray.training.state import TrainState, report_collapse
+
+# A worker's images of all evaluations are decoded once where they take no more than this.
+KEPT_BYTES = 2**30
 
 
 class Evaluator:
@@ -130,6 +133,7 @@ class Scorer:
 
     def __init__(self, resolved: ResolvedRun, val: Stream, task: Task, share: Share, device: torch.device) -> None:
         self._run, self._val, self._task, self._share, self._device = resolved.run, val, task, share, device
+        self._kept: list[HostBatch] = []
         has_pictures = self._run.classification and share.rank == 0 and self._run.evaluate.examples
         self._examples = ExampleImages(resolved, device) if has_pictures else None
         network = task.vit if self._run.classification else task
@@ -140,7 +144,7 @@ class Scorer:
     def score(self) -> Score:
         """Return the score of the task's current weights."""
         run, task, device = self._run, self._task, self._device
-        batches = Prefetcher((with_masks(batch, run, None) for batch in self._val.evaluate(self._share)), device)
+        batches = Prefetcher((with_masks(batch, run, None) for batch in self._batches()), device)
         val, precision = self._val, autocast(run, device)
         data = EvaluationSet(batches, val.images, run.data.normalize, lambda: list(val.corrupt))
         if run.classification:
@@ -152,6 +156,21 @@ class Scorer:
             score = evaluate_loss(task, run.task.traits, data, device, precision, self._forward)
         val.check_corrupt(score.corrupt)
         return score
+
+    def _batches(self) -> Iterator[HostBatch]:
+        """Yield this worker's batches, from the second pass on without decoding where memory holds them."""
+        if self._kept:
+            yield from self._kept
+            return
+        kept: list[HostBatch] = []
+        for batch in self._val.evaluate(self._share):
+            # Of all workers alike, as a stream gives each of them its part only if the others take theirs.
+            arrays = [each for each in (batch.images, batch.views, batch.masks) if each is not None]
+            each_bytes = sum(array.nbytes for array in arrays) / max(1, len(batch.images))
+            if each_bytes * self._val.images <= KEPT_BYTES * self._share.workers:
+                kept.append(batch)
+            yield batch
+        self._kept = kept
 
 
 def autocast(run: Run, device: torch.device) -> torch.autocast:
