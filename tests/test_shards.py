@@ -953,6 +953,28 @@ def test_bad_arguments_end_with_one_message(tmp_path, monkeypatch, capsys, args,
     assert not (tmp_path / "d/dataset.json").exists()
 
 
+def test_no_thread_of_arrow_outlives_a_command(tmp_path):
+    """One that frees a file's bytes while the interpreter ends would abort it: an exit status of a finished dataset."""
+    code = """
+import threading
+import psutil
+import numpy, pyarrow.parquet
+from pipelines.__main__ import main
+
+def foreign():
+    return {each.id for each in psutil.Process().threads()} - {each.native_id for each in threading.enumerate()}
+
+before = foreign()
+assert main(["shard", "demo", "data", "images=40", "image_size=32", "workers=2"]) == 0
+for thread in threading.enumerate():
+    if thread is not threading.current_thread():
+        thread.join(10)
+assert foreign() == before, foreign() - before
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0
+
+
 @pytest.mark.ray
 def test_a_finished_dataset_is_never_overwritten(ray_cluster, tmp_path, capsys):
     source = class_folders(tmp_path / "s", {"cat": 2})

@@ -311,6 +311,7 @@ def test_code_for_transformers_refuses_it_by_name():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # swin_t with other tests beside it
 @pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "swin_t", "mobilenet_v3_small"])
 def test_a_few_images_are_learned_in_200_steps(name):
     torch.manual_seed(0)

@@ -187,8 +187,9 @@ class Tree:
                 # A process id may be in use again: `is_running` compares the times of start.
                 if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     alive.append(process)
-        if not alive:
-            self.process.poll()  # it may have ended since, and would be taken for running
+        if not alive:  # its first thread has ended, others may need a moment
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
         return alive
 
     def await_end(self, seconds: float) -> int:

@@ -69,9 +69,10 @@ def _opened(url: str, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
 def read_table(url: str) -> pa.Table:
     """Return a Parquet file that vitray wrote.
 
-    In this thread: others of Arrow may free the file's bytes a little later, which aborts an interpreter that ends.
+    In this thread: others of Arrow may free the file's bytes a little later, which aborts an interpreter that ends
+    (apache/arrow#34314). Buffering ahead would start them, too.
     """
-    with pq.ParquetFile(io.BytesIO(storage.read_bytes(url))) as file:
+    with pq.ParquetFile(io.BytesIO(storage.read_bytes(url)), pre_buffer=False) as file:
         return file.read(use_threads=False)
 
 
