@@ -174,6 +174,7 @@ def test_auto_is_the_precision_that_the_device_computes_in(monkeypatch, has_bf16
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation: asked.append(including_emulation) or has_bf16
     )
+    precision_on.cache_clear()
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     wanted = load_run(None, []).compute.precision
     assert wanted == "auto"
@@ -181,3 +182,4 @@ def test_auto_is_the_precision_that_the_device_computes_in(monkeypatch, has_bf16
     assert asked == [False]  # what a GPU emulates is slow
     assert precision_on(cpu, wanted) == "fp32"
     assert [precision_on(device, name) for device in (gpu, cpu) for name in ("fp32", "bf16")] == ["fp32", "bf16"] * 2
+    precision_on.cache_clear()

@@ -1,6 +1,7 @@
 """The precision of a run, and the parts of a network or of a loss that compute in float32 under autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Literal
 
 import torch
@@ -12,6 +13,7 @@ def at_least_float32(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+@cache  # asked at each step
 def precision_on(device: torch.device, wanted: Literal["auto", "fp32", "bf16"]) -> Literal["fp32", "bf16"]:
     """Return the precision of compute.precision on a device."""
     if wanted != "auto":

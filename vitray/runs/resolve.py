@@ -17,7 +17,7 @@ from vitray.config.self_supervised import Lejepa, SelfDistillation, by_data, len
 from vitray.data.shards import held_out, open_dataset
 from vitray.data.shards.checking import check_sizes
 from vitray.data.shards.manifest import MANIFEST, Dataset
-from vitray.data.stream.balance import ClassDraw, loss_weights
+from vitray.data.stream.balance import ClassDraw, class_draws, loss_weights
 from vitray.errors import ConfigError, nearest
 from vitray.runs.placement import check_batch
 from vitray.system import storage
@@ -214,11 +214,14 @@ def _split_images(run: Run, dataset: Dataset) -> tuple[int, int, np.ndarray | No
 
 
 def _balance(run: Run, dataset: Dataset, mask: np.ndarray | None) -> list[ClassDraw]:
-    from vitray.data.stream.decoding import locate_rows
+    from vitray.data.stream.decoding import locate_rows, read_labels
     from vitray.data.stream.stream import class_balance
 
-    rows, used = locate_rows(dataset, run.data.train), None if mask is None else np.flatnonzero(~mask)
-    return class_balance(dataset, rows, used, run.data.balance, run.seed)[1]
+    rows = locate_rows(dataset, run.data.train)
+    labels = read_labels(all_rows := np.arange(rows.starts[-1]), rows)
+    used = all_rows if mask is None else np.flatnonzero(~mask)
+    times = class_balance(dataset, rows, labels, used, run.data.balance, run.seed).times(0)
+    return class_draws(labels, used, times, rows.classes)
 
 
 # Classes of a table, the rarest and the most frequent ones.

@@ -11,7 +11,7 @@ import numpy as np
 from vitray.config.training import Balance
 from vitray.data.augment.draws import read_draws
 from vitray.data.shards.manifest import Dataset
-from vitray.data.stream.balance import ClassBalance, ClassDraw, class_draws, class_weights, sums_by_class
+from vitray.data.stream.balance import ClassBalance, class_weights, sums_by_class
 from vitray.data.stream.batches import HostBatch, Share, StreamSpec
 from vitray.data.stream.decoding import (
     Images,
@@ -56,10 +56,11 @@ class Stream:
             self._used = None, groups
         else:
             self._used = np.flatnonzero(mask), np.add.reduceat(mask.astype(np.int64), self.rows.starts[:-1])
-        balanced = spec.balance != "none"
-        self._balance = (
-            class_balance(dataset, self.rows, self._used[0], spec.balance, spec.seed)[0] if balanced else None
-        )
+        self._balance = None
+        if spec.balance != "none":
+            labels, used = read_labels(all_rows := np.arange(self.rows.starts[-1]), self.rows), self._used[0]
+            used = all_rows if used is None else used
+            self._balance = class_balance(dataset, self.rows, labels, used, spec.balance, spec.seed)
         self._reader: Reader = open_reader(self)
 
     @property
@@ -167,20 +168,16 @@ def class_counts(rows: SplitRows, used: np.ndarray | None) -> tuple[np.ndarray, 
     used = np.arange(rows.starts[-1]) if used is None else used
     for start in range(0, len(used), LABELS_AT_ONCE):
         labels = read_labels(used[start : start + LABELS_AT_ONCE], rows)
-        if labels.ndim == 1:
-            present_K += np.bincount(labels, minlength=rows.classes)
-        else:
-            present_K, absent_K = present_K + (labels == 1).sum(0), absent_K + (labels == 0).sum(0)
+        present_K += sums_by_class(labels, np.ones(len(labels)), rows.classes).astype(np.int64)
+        if labels.ndim > 1:
+            absent_K += (labels == 0).sum(0)
     return present_K, absent_K if rows.has_lists else len(used) - present_K
 
 
 def class_balance(
-    dataset: Dataset, rows: SplitRows, used: np.ndarray | None, balance: Balance, seed: int
-) -> tuple[ClassBalance, list[ClassDraw]]:
-    """Return how often the epochs of a run show the images of each class, and of the first epoch; reads all labels."""
-    labels = read_labels(np.arange(rows.starts[-1]), rows)
-    used = np.arange(len(labels)) if used is None else used
+    dataset: Dataset, rows: SplitRows, labels: np.ndarray, used: np.ndarray, balance: Balance, seed: int
+) -> ClassBalance:
+    """Return how often the epochs of a run show the images of each class; `labels` are those of all rows."""
     counts_K = sums_by_class(labels[used], np.ones(len(used)), rows.classes)
     weights_K = class_weights(balance, counts_K, dataset.classes)
-    found = ClassBalance(labels, used, rows.starts, weights_K, f"{dataset.identity} {seed}")
-    return found, class_draws(labels, used, found.times(0), rows.classes)
+    return ClassBalance(labels, used, rows.starts, weights_K, f"{dataset.identity} {seed}")
