@@ -56,6 +56,12 @@ SECTIONS = {
         "images/s of inference; seq is the same blocks in sequence, which is another network.",
     ),
     "drop_path": Section("Drop path of 0.4", ["network", "variant"], SPEED, "A step, with samples left out or not."),
+    "residual": Section(
+        "Residual stream",
+        ["network", "variant"],
+        SPEED,
+        "A step whose blocks add in fp32, and in bf16 (`model.residual`).",
+    ),
     "optimizers": Section("Optimizers", ["network", "variant"], SPEED),
     "attention_only": Section(
         "Attention-only fine-tuning",

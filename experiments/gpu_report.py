@@ -200,6 +200,12 @@ def _compared(bench: Bench, network: str, variants: Mapping[str, Mapping[str, An
         yield row | ratio_of(values, first).columns("speed", 3)
 
 
+def residual(bench: Bench) -> Iterator[Row]:
+    """A step of S, B and L whose blocks add in bf16, over one whose blocks add in fp32."""
+    for network in dict.fromkeys([bench.size.small, bench.size.base, bench.size.large]):
+        yield from _compared(bench, network, {name: {"model.residual": name} for name in ("fp32", "bf16")})
+
+
 def attention_only(bench: Bench) -> Iterator[Row]:
     """A fine-tuning step of B, of all weights and of attention alone."""
     batch = bench.size.batches.get(bench.size.base, 64) // 4
@@ -338,6 +344,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "compiled": compiled,
     "branches": branches,
     "drop_path": drop_path,
+    "residual": residual,
     "optimizers": optimizers,
     "attention_only": attention_only,
     "latency": latency,

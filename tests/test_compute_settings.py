@@ -11,6 +11,7 @@ from vitray.config import load_run
 from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.stream.batches import Share
 from vitray.errors import ConfigError
+from vitray.models.network import build_network
 from vitray.models.precision import precision_on
 from vitray.training.checkpoints import copy_to_host, write_checkpoint
 from vitray.training.learner import Learner, build_learner, checkpoint_of, compile_model, resume
@@ -77,8 +78,16 @@ def test_the_spellings_of_compile(text, value):
 
 def test_evaluations_compile_without_graphs():
     modes = [False, "default", "reduce-overhead", "max-autotune"]
-    evaluated = [load_run().replace({"compute.compile": mode}).compute.evaluation_compile for mode in modes]
-    assert evaluated == [False, "default", "default", "max-autotune-no-cudagraphs"]
+    computes = [load_run().replace({"compute.compile": mode}).compute for mode in modes]
+    assert [each.compile_on("cpu") for each in computes] == [None, *modes[1:]]
+    evaluated = [each.compile_on("cpu", graphs=False) for each in computes]
+    assert evaluated == [None, "default", "default", "max-autotune-no-cudagraphs"]
+
+
+def test_auto_compiles_on_a_gpu_alone():
+    compute = load_run(None, ["compute.compile=auto"]).compute
+    assert [compute.compile_on(device) for device in ("cuda", "cpu")] == ["default", None]
+    assert not compute.has_graphs
 
 
 def test_an_unknown_mode_is_one_message():
@@ -166,6 +175,40 @@ def test_each_mode_trains_alike_and_resumes_exactly(mode, tmp_path):
     second = learner_of(run)
     resume(str(tmp_path), second, host)
     assert all(torch.equal(tensor, whole[key]) for key, tensor in steps(run, second, 2, 4).items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.layerscale=0.5"],
+        ["model.drop_path=0.5"],
+        ["model.drop_path=0.5", "model.drop_path_draw=share"],
+        ["model.positions.where=levels", "model.registers=true"],
+        ["model.execution=fused", "model.layerscale=0.5"],
+        ["model.positions.kind=rope"],
+    ],
+)
+def test_the_blocks_of_a_bf16_residual_stream_add_in_bf16(settings):
+    def results(residual, has_autocast):
+        torch.manual_seed(0)
+        model = run_of(*settings, f"model.residual={residual}", name="vit_u2x2_8").model
+        vit, dtypes = build_network(model), set()
+        for block in vit.blocks:
+            block.register_forward_hook(lambda _, inputs, output: dtypes.update([inputs[0].dtype, output.dtype]))
+        images_BCHW = torch.randn(8, 3, 32, 32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
+            logits_BK = vit(images_BCHW)
+        logits_BK.float().square().sum().backward()
+        return logits_BK.float(), next(vit.stem.parameters()).grad, dtypes
+
+    plain, stream = results("fp32", True), results("bf16", True)
+    assert (plain[2], stream[2]) == ({torch.float32}, {torch.bfloat16})
+    for expected, found in zip(plain[:2], stream[:2], strict=True):
+        assert (found - expected).norm() < 0.03 * expected.norm()
+    # Without autocast the setting changes nothing.
+    exact, same = results("fp32", False), results("bf16", False)
+    assert same[2] == {torch.float32}
+    assert all(torch.equal(left, right) for left, right in zip(exact[:2], same[:2], strict=True))
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])

@@ -170,7 +170,7 @@ def bare_step(run: Run, device: torch.device) -> Callable[[torch.Tensor, torch.T
     """Return a plain PyTorch step."""
     task = build_task(run).to(device)
     # Without CUDA graphs: its gradients are new tensors in each step.
-    mode: Any = run.compute.evaluation_compile
+    mode = run.compute.compile_on(device.type, graphs=False)
     vit: Any = torch.compile(task.vit, mode=mode) if mode else task.vit
     optimizer = torch.optim.AdamW(vit.parameters(), lr=1e-3, fused=True)
 

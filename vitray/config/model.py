@@ -179,6 +179,9 @@ class Model(Section):
     """Weight of a batch in the running statistics of a stem's batch norms; a paper's decay of 0.99 is 0.01."""
     execution: Literal["loop", "fused", "auto"] = "auto"
     """Execution of parallel branches. loop: one by one; fused: joint matrix products; auto: the faster of the two."""
+    residual: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the sum that every branch adds to, where a network computes in bf16. bf16: the blocks move fewer
+    bytes, and the sum keeps three digits."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

@@ -265,11 +265,12 @@ class Compute(Section):
     tf32: bool = True
     """Allows TF32 in fp32 matrix products on a GPU."""
     compile: Annotated[
-        Literal[False, "default", "reduce-overhead", "max-autotune"],
+        Literal[False, "auto", "default", "reduce-overhead", "max-autotune"],
         BeforeValidator(lambda mode: "default" if mode is True else mode),
     ] = False
-    """Mode of torch.compile, for training and evaluation; true: default. reduce-overhead runs the steps of training as
-    CUDA graphs; max-autotune also times several kernels for each product, which takes minutes at the start."""
+    """Mode of torch.compile, for training and evaluation; true: default; auto: default on a GPU, and none on CPUs.
+    reduce-overhead runs the steps of training as CUDA graphs; max-autotune also times several kernels for each product,
+    which takes minutes at the start."""
     channels_last: bool = False
     """Stores convolution kernels in channels_last, the layout of the images, so that no pass of a stem converts it."""
     activation_checkpointing: Annotated[
@@ -295,12 +296,15 @@ class Compute(Section):
         """Whether the steps on a GPU are CUDA graphs, whose results the next run of a graph overwrites."""
         return self.compile in ("reduce-overhead", "max-autotune")
 
-    @property
-    def evaluation_compile(self) -> str | bool:
-        """The mode of torch.compile for evaluations: without CUDA graphs, as they keep the results of batches."""
-        return {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
-            str(self.compile), self.compile
-        )
+    def compile_on(self, device: str, graphs: bool = True) -> str | None:
+        """Return the mode of torch.compile on a kind of device, such as cuda; None: compile nothing.
+
+        Without `graphs`, one that is as near and has no CUDA graphs, which overwrite the results of a batch.
+        """
+        mode = ("default" if device == "cuda" else None) if self.compile == "auto" else self.compile or None
+        if mode is None or graphs:
+            return mode
+        return {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
 
     @property
     def worker_range(self) -> tuple[int, int] | None:

@@ -30,7 +30,7 @@ class Kept(NamedTuple):
         if self.factors is not None:
             h_KND = h_KND * self.factors[:, None, None]
         if self.rows is None:
-            return x_BND + h_KND
+            return (x_BND + h_KND).to(x_BND.dtype)  # LayerScale is float32
         return x_BND.index_add(0, self.rows, h_KND.to(x_BND.dtype), alpha=self.factor)
 
 

@@ -22,6 +22,11 @@ def precision_on(device: torch.device, wanted: Literal["auto", "fp32", "bf16"]) 
     return "bf16" if has_bf16 else "fp32"
 
 
+def is_autocast(device: torch.device) -> bool:
+    """Return whether products compute in bf16 on a device."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which products have the precision of their factors."""
     if device.type == "meta":  # has no autocast

@@ -13,6 +13,7 @@ from vitray.models.adapters import Adapter
 from vitray.models.blocks import Block
 from vitray.models.branches import AXES, BlockSpec, Execution, Trace, build_norm
 from vitray.models.positions import AttentionPositions, AxialRope, Grid, Positions, VisiblePatches, offset_index
+from vitray.models.precision import is_autocast
 from vitray.models.products import Products
 from vitray.models.sizes import inner_width
 from vitray.models.stems import Stem
@@ -99,8 +100,10 @@ class ViT(nn.Module):
 
     def first_input(self, x_BND: Tensor) -> Tensor:
         """Return the input of the first block: the learned tokens, if any, before the patches."""
-        # Under autocast the residual stream is float32, as where a table of positions is added.
-        x_BND = x_BND.to(torch.promote_types(x_BND.dtype, getattr(self.norm, "weight", x_BND).dtype))
+        if self.model.residual == "bf16" and is_autocast(x_BND.device):
+            x_BND = x_BND.to(torch.bfloat16)
+        else:  # under autocast, too, and also where no table of positions is added
+            x_BND = x_BND.to(torch.promote_types(x_BND.dtype, getattr(self.norm, "weight", x_BND).dtype))
         batch, dtype = x_BND.shape[0], x_BND.dtype  # shape[0], so that an exported batch stays of any size
         prefix: list[Tensor] = []
         if self.class_token is not None:
@@ -118,7 +121,7 @@ class ViT(nn.Module):
         if level == 0 or self.positions_added_at == "stem":
             return x_BND
         positions = self.positions if self.positions_added_at == "shared" else self.level_positions[level - 1]
-        return positions(x_BND, places.grid, places.chosen, self.num_prefix)
+        return positions(x_BND, places.grid, places.chosen, self.num_prefix).to(x_BND.dtype)
 
     def attention_positions(self, places: VisiblePatches) -> AttentionPositions:
         """Return the positions that act inside attention."""

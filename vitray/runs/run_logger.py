@@ -328,11 +328,12 @@ class RunLogger:
 
     def _log(self, message: messages.Message) -> None:
         match message:
-            case messages.WorkersStarted(device=device, workers=workers, precision=precision):
+            case messages.WorkersStarted(device=device, workers=workers, precision=precision, compile=mode):
                 self.reached("workers")
                 self._device, self._precision = device, precision
-                self._tracker.params({"plan.precision": precision})
-                self.console.line(f"  {workers} worker{'s' * (workers != 1)} on {device}, {precision}")
+                self._tracker.params({"plan.precision": precision, "plan.compile": mode or "none"})
+                compiled = f", compiled ({mode})" if mode else ""
+                self.console.line(f"  {workers} worker{'s' * (workers != 1)} on {device}, {precision}{compiled}")
             case messages.Resumed(step=step, workers=workers):
                 self._progress.resume(step, workers)
                 self._wait_warning.restart()

@@ -138,7 +138,7 @@ class Scorer:
         self._examples = ExampleImages(resolved, device) if has_pictures else None
         network = task.vit if self._run.classification else task
         # Compiled once, for one shape: every batch is padded to the same size.
-        mode: Any = self._run.compute.evaluation_compile
+        mode = self._run.compute.compile_on(device.type, graphs=False)
         self._forward: Any = torch.compile(network, dynamic=False, mode=mode) if mode else network
 
     def score(self) -> Score:

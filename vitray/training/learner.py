@@ -72,7 +72,8 @@ def wrap_model(learner: Learner, run: Run) -> Learner:
 
 def compile_model(model: nn.Module, run: Run) -> nn.Module:
     """Return the model compiled for training as the run asks for it."""
-    if not run.compute.compile:
+    mode = run.compute.compile_on(next(model.parameters()).device.type)
+    if mode is None:
         return model
     if run.compute.has_graphs:
         # Otherwise autograd would keep an output of the CUDA graph as the gradient, which the graph overwrites in the
@@ -80,7 +81,7 @@ def compile_model(model: nn.Module, run: Run) -> nn.Module:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-    return torch.compile(model, mode=run.compute.compile)  # pyright: ignore[reportReturnType]
+    return torch.compile(model, mode=mode)  # pyright: ignore[reportReturnType]
 
 
 def checkpoint_of(run: Run, learner: Learner, state: TrainState, share: Share) -> Checkpoint:

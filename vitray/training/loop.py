@@ -166,7 +166,8 @@ def start_worker(resolved: ResolvedRun, run_dir: str, host: Host) -> tuple[Worke
     run, device = resolved.run, host.device
     share = Share(host.rank, host.workers, new_broadcast())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    host.send(WorkersStarted(name, host.workers, precision_on(device, run.compute.precision)))
+    precision, mode = precision_on(device, run.compute.precision), run.compute.compile_on(device.type)
+    host.send(WorkersStarted(name, host.workers, precision, mode))
     if device.type == "cpu":
         torch.set_num_threads(host.threads)
     torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")

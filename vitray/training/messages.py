@@ -16,6 +16,8 @@ class WorkersStarted(NamedTuple):
     device: str
     workers: int
     precision: Precision
+    compile: str | None
+    """The mode of torch.compile, if the steps are compiled."""
 
 
 class Resumed(NamedTuple):
