@@ -58,8 +58,8 @@ test: .venv/.installed  ## install missing packages and run the tests (CPU, abou
 test-oldest: .venv-oldest/.installed  ## run the same tests with the lowest versions that pyproject.toml allows
 	.venv-oldest/bin/python $(PYTEST) $(BOUND)
 
-# Packages of the slow tests: hosts with their own network, Ceph's S3, PostgreSQL, a browser, ssh.
-PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 util-linux systemd \
+# Packages of the slow tests: hosts with their own network, Ceph's S3, PostgreSQL, Slurm, a browser, ssh.
+PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql slurm-wlm chromium iproute2 util-linux systemd \
   dropbear-bin openssh-client rsync bsdutils
 
 .venv/.packages: .venv/.installed Makefile

@@ -29,6 +29,7 @@ VERBS = {
     "ui": "show the runs of this folder in a browser",
     "sync": "upload to MLflow the records that wait on this machine, after an outage",
     "submit": "run a verb as a job on a cluster",
+    "slurm": "run a verb as a job of a Slurm cluster, which goes on after preemption and its time limit",
     "doctor": "check a cluster before a long run: versions, GPUs, disks, clocks, storage, MLflow, network",
     "jobs": "list a cluster's jobs, or print the log of one",
     "stop": "stop a job",
@@ -36,6 +37,8 @@ VERBS = {
 }
 # A verb whose file cannot have its name: a runnable file shadows a module of the standard library.
 FILES = {"inspect": "inspection"}
+# Verbs of the machine where one works.
+LOCAL_VERBS = {"demo", "submit", "slurm", "jobs", "stop", "ui"}
 # Words of other tools, and the verb that does it here.
 MEANT = {
     **dict.fromkeys(("finetune", "fine-tune", "fit", "pretrain", "resume"), "train"),
@@ -116,6 +119,13 @@ def run_verb(verb: Callable[[list[str]], dict[str, Any]], args: Sequence[str] | 
     if "--json" in args:
         print(json.dumps(result))
     return 0
+
+
+def check_remote(verb: str) -> None:
+    """Refuse a verb that does not run as a job."""
+    known = [verb for verb in VERBS if verb not in LOCAL_VERBS]
+    if verb not in known:
+        raise ConfigError(f"got {verb!r}, expected one of {', '.join(known)}{nearest(verb, known)}")
 
 
 def _end(number: int, _frame: Any) -> None:

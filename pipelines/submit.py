@@ -5,12 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipelines.__main__ import FILES, VERBS, run_verb
+from pipelines.__main__ import FILES, check_remote, run_verb
 from vitray.cluster import job_package, jobs
-from vitray.errors import ConfigError, nearest
+from vitray.errors import ConfigError
 from vitray.system.host_facts import commit_variables
-
-LOCAL_VERBS = {"demo", "submit", "jobs", "stop", "ui"}
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -27,9 +25,7 @@ def main(words: list[str]) -> dict[str, Any]:
     parser.add_argument("--dry-run", action="store_true", help="print the command, size and environment, and stop")
     parser.add_argument("--json", action="store_true", help="the result as JSON: id, command, files, bytes, status")
     options = parser.parse_args(words)
-    if options.verb not in VERBS or options.verb in LOCAL_VERBS:
-        known = [verb for verb in VERBS if verb not in LOCAL_VERBS]
-        raise ConfigError(f"got {options.verb!r}, expected one of {', '.join(known)}{nearest(options.verb, known)}")
+    check_remote(options.verb)
     if "--follow" in options.args:
         raise ConfigError(f"--follow: expected before {options.verb}, as in vitray submit --follow {options.verb} ...")
     files = job_package.list_files(Path.cwd())

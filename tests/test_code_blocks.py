@@ -11,6 +11,7 @@ from test_walkthrough import ELSEWHERE, NOT_RUN, ORDER
 RUN_BY = {
     "demo": "test_wheel.py",
     "submit": "test_jobs.py",
+    "slurm": "test_slurm.py",
     "jobs": "test_jobs.py",
     "stop": "test_jobs.py",
     "doctor": "test_doctor.py",

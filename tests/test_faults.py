@@ -95,16 +95,6 @@ for bucket in ("bucket", "mlflow"):
                 print("leak", bucket, listed["Key"])
 print("seen", seen)
 """
-# Announces the preemption of a node, as a cloud provider does.
-NOTICE = """
-import subprocess, sys
-import ray
-ray.init(log_to_driver=False, logging_level="ERROR")
-(node,) = (each["NodeID"] for each in ray.nodes() if each["Alive"] and each["NodeManagerAddress"] == sys.argv[1])
-options = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
-options += ["--deadline-remaining-seconds", sys.argv[2]]
-subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--node-id", node, *options], check=True)
-"""
 # A data task that waits in its first try only.
 MEMORY_TASK = """
 import sys, time
@@ -161,6 +151,13 @@ class Cluster:
         connect = "import ray; ray.init(log_to_driver=False, logging_level='ERROR')"
         code = f"{connect}; print('alive:', sum(node['Alive'] for node in ray.nodes()))"
         return int(re.search(r"alive: (\d+)", self.head.call([PYTHON, "-c", code]))[1])  # Ray may log more lines
+
+    def announce(self, host: Host, seconds: float) -> None:
+        """Have a stand-in for EC2's metadata service announce the end of a host, and the poller hear of it."""
+        log = self.logs / f"metadata-{host.name}.log"
+        host.start([PYTHON, ROOT / "tests" / "ec2_metadata.py", "8123", seconds], log)
+        until(lambda: log.exists() and "up" in log.read_text(), 30, "the metadata service", log)
+        host.call([PYTHON, "-m", "vitray.cluster.spot"], {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:8123"})
 
     def train(
         self, name: str, workers: str = "2", out: str = "s3://bucket/runs", settings: Sequence[str] = ()
@@ -348,7 +345,7 @@ def test_lost_nodes_are_replaced(cluster, undisturbed):
     run.await_checkpoint(40)
     preempted = run.worker_hosts()[0]
     faults["a node is preempted"] = time.time()
-    cluster.head.call([PYTHON, "-c", NOTICE, preempted.address, "8"])
+    cluster.announce(preempted, 8)
     until(lambda: "is about to be preempted" in run.output, 60, "the checkpoint of the notice")
     time.sleep(8)
     preempted.end()
@@ -378,7 +375,7 @@ def test_workers_leave_a_node_before_it_is_preempted(cluster):
     run = cluster.train("drained", settings=["optim.duration=100000 steps", *rare])
     until(lambda: "images/s" in run.output, 240, "the first steps")
     preempted = run.worker_hosts()[0]
-    cluster.head.call([PYTHON, "-c", NOTICE, preempted.address, "12"])
+    cluster.announce(preempted, 12)
     try:
         step = run.await_resume(1)
         assert preempted not in run.worker_hosts()

@@ -125,7 +125,7 @@ def check_vitray(words: list[str]) -> None:
     verb, options = words[0], parse(words)
     settings = [word for word in getattr(options, "words", []) if "=" in word]
     match verb:
-        case "submit":
+        case "submit" | "slurm":
             check_vitray([options.verb, *options.args])
         case "train" if options.resume:
             parse_overrides(settings)

@@ -46,9 +46,9 @@ ORDER = [
     "cluster.md",
 ]
 ORDER += ["prediction.md", "export.md", "serving.md", "formats.md", "results.md", "zoo.md"]
-# Verbs that need a cluster, serve, train or measure for minutes: test_wheel, test_jobs, test_doctor, test_ui,
-# test_serve_http and test_bench_* run them.
-ELSEWHERE = {"demo", "submit", "jobs", "stop", "doctor", "ui", "bench", "serve"}
+# Verbs that need a cluster, serve, train or measure for minutes: test_wheel, test_jobs, test_slurm, test_doctor,
+# test_ui, test_serve_http and test_bench_* run them.
+ELSEWHERE = {"demo", "submit", "slurm", "jobs", "stop", "doctor", "ui", "bench", "serve"}
 NOT_RUN = UNCHECKED | {"make", "mlflow", "torchrun"}
 
 # Settings in place of those of a command, {setting: value}; all others are as the page has them.
