@@ -1,5 +1,8 @@
 """Durations and learning rates, compared with independent references."""
 
+import itertools
+import time
+
 import pytest
 import torch
 from hypothesis import given
@@ -40,6 +43,23 @@ def test_an_interval_ends_at_the_last_step(every):
     wanted = {step for step in range(1, 41) if step % in_steps(every, 10) == 0} | {40}
     for is_one in (triggers.records, triggers.evaluates, triggers.saves, triggers.__contains__):
         assert {step for step in range(50) if is_one(step)} == wanted
+
+
+def test_a_clock_saves_between_evaluated_steps(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    length = Length(epoch=10, warmup=0, total=40)
+    for settings, evaluated in ([], {10, 20, 30, 40}), (["data.val=null"], {40}):
+        run = load_run(None, settings)
+        assert run.checkpoint.every == "10 minutes"
+        now = 0.0
+        triggers, saved = Triggers(intervals_of(run, length), 40), set()
+        for step in range(1, 41):
+            now += 90.0 if step > 20 else 1.0  # a slow second half: ten minutes are seven of its steps
+            saved |= {step} if triggers.saves(step) else set()
+        assert evaluated <= saved
+        assert all(after - before <= 7 for before, after in itertools.pairwise(sorted(saved | {20})) if before >= 20)
+        assert saved - evaluated
 
 
 def test_an_interval_that_rounds_to_no_step_is_refused():

@@ -535,7 +535,9 @@ def write_populations(folder):
 
 def test_checkpoints_of_a_population_belong_to_evaluations(folder):
     write_populations(folder)
-    with pytest.raises(ConfigError, match=r"checkpoint.every: got 3 steps, expected 2 steps as in evaluate.every"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.every: got 3 steps, expected minutes, or 2 steps as in evaluate.every"
+    ):
         begin(folder, "apart", space="two.yaml", **{"checkpoint.every": "3 steps", "compute.cpus": 0.25})
     with pytest.raises(ConfigError, match=r"scheduler: got a population of 4, expected at most 1"):
         begin(folder, "crowd", space="four.yaml", **{"compute.cpus": 1})

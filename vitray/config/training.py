@@ -18,6 +18,7 @@ from vitray.config.sections import (
     Text,
     duration_in,
     one_of,
+    parse_duration,
 )
 from vitray.config.views import Views
 
@@ -318,10 +319,16 @@ class Compute(Section):
 class Checkpointing(Section):
     """Checkpoint interval and retention."""
 
-    every: Annotated[str, duration_in("epochs", "steps", "minutes")] = "1 epoch"
-    """Interval, in epochs, steps or minutes. The last step is always saved."""
+    every: Annotated[str, duration_in("epochs", "steps", "minutes")] = "10 minutes"
+    """Interval, in epochs, steps or minutes; in minutes, evaluated steps are saved, too. The last step is always
+    saved."""
     keep: Size = 2
     """Number of latest checkpoints to keep, besides the best one."""
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the interval is one of the clock."""
+        return parse_duration(self.every)[1] == "minutes"
 
 
 class Guard(Section):

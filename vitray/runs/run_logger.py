@@ -243,7 +243,7 @@ class RunLogger:
             best = self._best.without_checkpoint
             if best and best.step not in complete:  # saved before this start
                 text = f"step {best.step:,} has the best scores and no checkpoint, so MLflow has no logged model of it"
-                self._log(messages.Note(f"{text}; expected checkpoint.every as often as evaluate.every"))
+                self._log(messages.Note(f"{text}; expected checkpoint.every in minutes, or as often as evaluate.every"))
             self._tracker.end("FINISHED")
         else:
             self._tracker.tag("vitray.stopped_early", f"at step {result.step}")

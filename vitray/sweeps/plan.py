@@ -182,10 +182,11 @@ def _check_goal(run: Run, space: Space) -> None:
     _check_metric(run, space, *METRICS)  # the dataset decides which
     if run.data.evaluated is None:
         raise ConfigError("data.val: got null, expected a split to score the trials on")
-    if space.scheduler.traits.is_population and run.checkpoint.every != run.evaluate.every:
+    saves_evaluated = run.checkpoint.is_timed or run.checkpoint.every == run.evaluate.every
+    if space.scheduler.traits.is_population and not saves_evaluated:
         raise ConfigError(
-            f"checkpoint.every: got {run.checkpoint.every}, expected {run.evaluate.every} as in evaluate.every: a trial"
-            " of a population continues from the checkpoint of an evaluation"
+            f"checkpoint.every: got {run.checkpoint.every}, expected minutes, or {run.evaluate.every} as in"
+            " evaluate.every: a trial of a population continues from the checkpoint of an evaluation"
         )
     if space.scheduler.traits.decides and run.evaluate.where != "workers":
         raise ConfigError(

@@ -91,8 +91,9 @@ class Intervals(NamedTuple):
     record: int
     evaluate: int
     save: int | None
-    """None: checkpoints are spaced by the clock."""
+    """None: checkpoints are spaced by the clock alone."""
     save_seconds: float | None
+    """Between two checkpoints by the clock; those of evaluated steps come in addition."""
 
 
 def intervals_of(run: Run, length: Length) -> Intervals:
@@ -102,13 +103,14 @@ def intervals_of(run: Run, length: Length) -> Intervals:
         return interval_steps(setting, every, length.epoch)
 
     every = run.tracking.every
-    count, unit = parse_duration(run.checkpoint.every)
-    is_timed = unit == "minutes"
+    save, is_timed = run.checkpoint.every, run.checkpoint.is_timed
+    evaluate = steps("evaluate.every", run.evaluate.every)
+    by_clock = evaluate if run.data.evaluated else None  # so that the best score has its weights
     return Intervals(
         record=steps("tracking.every", every) if every else min(50, max(1, length.total // 20)),
-        evaluate=steps("evaluate.every", run.evaluate.every),
-        save=None if is_timed else steps("checkpoint.every", run.checkpoint.every),
-        save_seconds=60 * count if is_timed else None,
+        evaluate=evaluate,
+        save=by_clock if is_timed else steps("checkpoint.every", save),
+        save_seconds=60 * parse_duration(save)[0] if is_timed else None,
     )
 
 
