@@ -40,6 +40,7 @@ VARIABLES = {
     "AWS_SECRET_ACCESS_KEY": "secret of that key; not sent with a job",
     "AWS_SESSION_TOKEN": "token of a temporary key; not sent with a job",
     "AWS_PROFILE": "profile of `~/.aws/config` in place of a key; not sent with a job",
+    "AWS_EC2_METADATA_SERVICE_ENDPOINT": "where a spot node hears of its end, if not at EC2's own address",
     "GLOO_SOCKET_IFNAME": "network interface of the workers on CPUs; `vitray doctor` checks it on each node",
     "NCCL_SOCKET_IFNAME": "network interface of the workers on GPUs, set at `ray start` like the one before",
     "OMP_NUM_THREADS": "compute threads of `evaluate`, `inspect` and `predict` where they compute in their own process;"

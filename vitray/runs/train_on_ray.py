@@ -3,7 +3,7 @@
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,17 +66,18 @@ def started_on_ray(
         await_nodes(resolved.run)
         trials, has_cpus = (hook.concurrent_trials, hook.has_cpus) if hook else (1, True)
         placement = place_workers(resolved.run, trials, has_cpus)
-        yield RayPlatform(resolved, placement, hook is not None and hook.waits_for_decision, shutdown)
+        yield RayPlatform(resolved, placement, hook, shutdown)
 
 
 class RayPlatform:
     """The workers of a run as Ray Train starts them."""
 
     def __init__(
-        self, resolved: ResolvedRun, placement: Placement, waits_for_decision: bool, shutdown: GracefulShutdown
+        self, resolved: ResolvedRun, placement: Placement, hook: TrialHook | None, shutdown: GracefulShutdown
     ) -> None:
         self.placement, self.mailbox = placement, RayMailbox()
-        self._resolved, self._waits_for_decision, self._shutdown = resolved, waits_for_decision, shutdown
+        self._resolved, self._shutdown = resolved, shutdown
+        self._is_trial, self._waits_for_decision = hook is not None, hook is not None and hook.waits_for_decision
 
     def fit(self, folder: RunFolder, source: str | None) -> WorkerResult:
         """Run the training loop, and again after a preemption or, compute.max_failures times, a lost mailbox.
@@ -141,6 +142,7 @@ class RayPlatform:
             ),
         )
         fit = partial(fit_with_restarts, trainer.fit, mailbox, compute.max_failures)
-        # The next start, or the decoding of images, would wait for the CPUs of a failed one.
-        with session.abandoned_groups_removed(session.START_CLEANUP_INTERVAL, own_starts=True):
+        # The next start, or the decoding of images, would wait for the CPUs of a failed one. A sweep does so itself.
+        removed = session.abandoned_groups_removed(session.START_CLEANUP_INTERVAL, own_starts=True)
+        with nullcontext() if self._is_trial else removed:
             return self._shutdown.wait_for(fit, mailbox).return_value

@@ -53,7 +53,9 @@ def sweep(
             if len(store.trials) < plan.trials or not all(record.is_over for record in store.records().values()):
                 from vitray.sweeps.tuning import run_trials  # imports Tune, which takes seconds
 
-                run_trials(plan, store, uid, ownership)
+                # Once for all trials, whose worker groups start in this job.
+                with session.abandoned_groups_removed(session.START_CLEANUP_INTERVAL, own_starts=True):
+                    run_trials(plan, store, uid, ownership)
             return logger.finish()
 
 
