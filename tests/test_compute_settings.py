@@ -15,9 +15,9 @@ from vitray.models.network import build_network
 from vitray.models.precision import precision_on
 from vitray.training.checkpoints import copy_to_host, write_checkpoint
 from vitray.training.learner import Learner, build_learner, checkpoint_of, compile_model, resume
-from vitray.training.loop import take_step
 from vitray.training.schedule import length_of
 from vitray.training.state import TrainState
+from vitray.training.step import take_step
 
 CPU, ALONE = torch.device("cpu"), Share(0, 1)
 SETTINGS = [

@@ -20,9 +20,9 @@ from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
 from vitray.tasks.supervised import Classification
 from vitray.training.learner import Learner
-from vitray.training.loop import take_step
 from vitray.training.optim import build_optimizer
 from vitray.training.schedule import length_of
+from vitray.training.step import take_step
 
 CLASSES = 5
 MODEL = "model={name: vit_u2x1_8, image_size: 32, num_classes: 5, drop_path: 0.5}"

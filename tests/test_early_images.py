@@ -11,8 +11,8 @@ from vitray.errors import ConfigError
 from vitray.models.network import training_gflops
 from vitray.models.sizes import sizes_of
 from vitray.tasks.build import task_costs
-from vitray.training.loop import prepare_micro_batch
 from vitray.training.schedule import Length
+from vitray.training.step import prepare_micro_batch
 
 TINY = ["model={name: vit_u1x1_4_pooled, image_size: 32, num_classes: 5, class_token: false, pool: mean}"]
 EARLY = [*TINY, "data.early={size: 24, share: 0.4}", "optim.batch=4"]

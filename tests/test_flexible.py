@@ -24,9 +24,9 @@ from vitray.models.stems import resize_kernel, resize_matrix
 from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
 from vitray.training.learner import Learner
-from vitray.training.loop import drawn_patch, take_step
 from vitray.training.optim import build_optimizer
 from vitray.training.schedule import length_of
+from vitray.training.step import drawn_patch, take_step
 from vitray.weights import LoadedModel, load_model, save_model
 from vitray.weights.folder import repatched
 

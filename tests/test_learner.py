@@ -24,10 +24,11 @@ from vitray.training import checkpoints, learner
 from vitray.training.checkpoints import META, Checkpoint
 from vitray.training.evaluator import Evaluator
 from vitray.training.learner import DDP, STRIDES_WARNING, Learner
-from vitray.training.loop import all_reduce_metrics, prepare_micro_batch, take_step
+from vitray.training.loop import all_reduce_metrics
 from vitray.training.optim import Average, build_optimizer, set_learning_rate
 from vitray.training.schedule import learning_rate, length_of, micro_batches, num_passes
 from vitray.training.state import TrainState
+from vitray.training.step import prepare_micro_batch, take_step
 
 CPU = torch.device("cpu")
 # Frozen parameters, gradient accumulation with an uneven last part, and a gradient that is clipped.

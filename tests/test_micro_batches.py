@@ -17,9 +17,10 @@ from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
 from vitray.tasks.build import build_task
 from vitray.training.learner import Learner
-from vitray.training.loop import all_reduce_metrics, take_step
+from vitray.training.loop import all_reduce_metrics
 from vitray.training.profiling import peak_flops
 from vitray.training.schedule import check_shares, length_of, micro_batches, num_passes
+from vitray.training.step import take_step
 
 TINY = ["model.name=vit_u1x1_8", "model.image_size=16", "model.num_classes=3", "optim.clip=null"]
 

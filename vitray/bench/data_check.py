@@ -30,8 +30,8 @@ from vitray.system.timing import circumstances, in_rounds, ratio_of, spread_of
 from vitray.tasks.supervised import Teacher
 from vitray.training.data import training_spec, with_masks
 from vitray.training.learner import build_learner, wrap_model
-from vitray.training.loop import take_step
 from vitray.training.resolved import ResolvedRun
+from vitray.training.step import take_step
 
 # Seconds for the workers to start, which import torch, and for a stream to give its first batch.
 START_SECONDS = 300.0

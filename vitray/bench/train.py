@@ -27,10 +27,10 @@ from vitray.system.timing import circumstances, interleave, ratio_of, spread_of
 from vitray.tasks.build import build_task, task_costs
 from vitray.training.evaluator import autocast
 from vitray.training.learner import Learner, compile_model
-from vitray.training.loop import take_step
 from vitray.training.optim import build_optimizer
 from vitray.training.profiling import peak_flops
 from vitray.training.schedule import length_of
+from vitray.training.step import take_step
 
 # Steps before the timed ones of --augment: more than the batches that a feed makes while the other variant runs.
 UNTIMED = 4

@@ -257,9 +257,10 @@ class Compute(Section):
     least one CPU free for decoding, and the threads of a node's workers share all of its CPUs."""
     gpus: Annotated[float, Field(ge=0.0001, le=1)] = 1.0
     """Fraction of a GPU reserved per worker: with 0.25, four trials of a sweep share one. Memory is not limited."""
-    local_batch: Size | None = None
+    local_batch: Size | Literal["auto"] | None = None
     """Maximum images per forward pass on a device. A larger share of the batch uses gradient accumulation; every worker
-    takes as many passes as the largest share needs."""
+    takes as many passes as the largest share needs. auto: the most that fit the memory of every worker's GPU, found by
+    trying at each start."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16: autocast, with fp32 weights. auto: bf16 on a GPU that computes in it, else fp32; the trained network's
     settings have which."""

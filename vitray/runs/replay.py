@@ -39,10 +39,10 @@ from vitray.training import checkpoints
 from vitray.training.data import training_spec, with_masks
 from vitray.training.evaluator import autocast
 from vitray.training.learner import Learner, build_learner, restore, wrap_model
-from vitray.training.loop import drawn_patch, prepare_micro_batch, take_step
 from vitray.training.resolved import ResolvedRun
 from vitray.training.schedule import Length, learning_rate, micro_batches, num_passes
 from vitray.training.state import TrainState
+from vitray.training.step import drawn_patch, prepare_micro_batch, take_step
 
 DEFAULT_FOLDER = "replays"
 SHEET, TABLE = "images.png", "images.csv"

@@ -78,7 +78,8 @@ def placement_block(resolved: ResolvedRun, placement: Placement) -> dict[str, st
     facts = {
         "workers": f"{workers} {own}",
         "batch": f"{batch} = {highest} worker{'s' * (highest != 1)} x {most}{max(parts)} images"
-        + (f" x {passes} passes" if passes > 1 else ""),
+        + (f" x {passes} passes" if passes > 1 else "")
+        + (", in passes that fit" if run.compute.local_batch == "auto" else ""),
         "augment": _describe_augmentation(run, placement),
     }
     beside = f"on {'a spare GPU' if placement.probe_gpus else 'one CPU'} beside the workers"

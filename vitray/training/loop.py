@@ -8,7 +8,6 @@ import math
 import shlex
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,37 +16,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitray.config import Run
-from vitray.data.augment.keyed_random import step_generator
-from vitray.data.augment.mixing import BatchRows, BatchSettings, DeviceBatch, prepare_batch
 from vitray.data.stream.batches import Share
 from vitray.data.stream.decoding import read_rows
 from vitray.data.stream.prefetch import Prefetcher, all_reduce_max, new_broadcast
 from vitray.data.stream.stream import Stream
 from vitray.metrics.scores import gather_names
 from vitray.models.precision import precision_on
-from vitray.models.stems import use_patch
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Saver
 from vitray.training.data import training_spec, with_masks
-from vitray.training.evaluator import Evaluator, autocast, evaluation_message, log_scores
+from vitray.training.evaluator import Evaluator, evaluation_message, log_scores
 from vitray.training.host import Host, Notice
 from vitray.training.learner import Learner, build_learner, checkpoint_of, resume, rewind, wrap_model
+from vitray.training.local_batch import with_local_batch
 from vitray.training.messages import CheckpointSaved, Ending, Note, WorkerResult, WorkersStarted
-from vitray.training.optim import clip_gradients, set_learning_rate, set_weight_decay
 from vitray.training.prober import Prober, log_probes
 from vitray.training.profiling import measure_costs
 from vitray.training.resolved import ResolvedRun
 from vitray.training.schedule import (
     CheckTimer,
-    Length,
     Triggers,
     learning_rate,
-    micro_batches,
-    num_passes,
-    weight_decay,
 )
 from vitray.training.state import TrainState
+from vitray.training.step import take_step
 
 # Seconds between two collectives of the workers while rank 0 waits at the end of a run.
 MEET_SECONDS = 5.0
@@ -171,6 +163,10 @@ def start_worker(resolved: ResolvedRun, run_dir: str, host: Host) -> tuple[Worke
     if device.type == "cpu":
         torch.set_num_threads(host.threads)
     torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
+    if run.compute.local_batch == "auto":
+        resolved = with_local_batch(resolved, host)
+        run = resolved.run
+        host.send(Note(f"at most {run.compute.local_batch:,} images a pass fit (compute.local_batch=auto)"))
     learner = build_learner(run, host)
     state = resume(run_dir, learner, host)
     learner = wrap_model(learner, run)
@@ -383,60 +379,6 @@ def describe_broken_loss(worker: Worker, step: int, loss: float) -> str:
     where = f"loss {loss:.4g} at step {step + 1}, learning rate {lr:.3g}, images {images}"
     look = shlex.join(["vitray", "replay", worker.run_dir, "--step", str(step + 1)])
     return f"{where}; last good checkpoint: {last}; `{look}` shows its images"
-
-
-# ---- one step --------------------------------------------------------------------------------------------------------
-
-
-def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Learner, length: Length) -> Tensor:
-    """Take one optimizer step; return this worker's part of loss and gradient norm, still on the device."""
-    set_learning_rate(learner.optimizer, learning_rate(run.optim, length, step))
-    if run.optim.weight_decay_end is not None:
-        set_weight_decay(learner.optimizer, weight_decay(run.optim, length, step))
-    torch.manual_seed(int(step_generator(run.seed, step, f"torch {share.rank}").integers(2**63)))
-    loss = torch.zeros((), device=batch.images.device)
-    use_patch(learner.task, drawn_patch(run, step))
-    learner.task.before_step(step, length.epoch, length.total)
-    parts = micro_batches(len(batch.images), num_passes(run, share.workers), run)
-    for part in parts:
-        inputs = prepare_micro_batch(batch, part, run, step, length)
-        # DDP averages the workers' gradients, so each worker is weighted by its share of the global batch.
-        weight = len(inputs[0]) * share.workers / run.optim.batch
-        is_last = part is parts[-1]
-        with nullcontext() if is_last or share.workers == 1 else learner.model.no_sync():  # pyright: ignore[reportCallIssue]
-            if run.compute.has_graphs:
-                torch.compiler.cudagraph_mark_step_begin()  # may overwrite the previous loss, which `loss` holds
-            with autocast(run, batch.images.device):
-                part_loss = learner.model(*inputs) * weight
-            part_loss.backward()
-        loss += part_loss.detach() / share.workers
-    use_patch(learner.task, None)
-    learner.task.after_backward()
-    norm = clip_gradients(learner.task.parameters(), run.optim.clip)
-    learner.optimizer.step()
-    learner.task.after_step()
-    learner.optimizer.zero_grad(set_to_none=not run.compute.has_graphs)
-    if learner.average is not None:
-        learner.average.update(step)
-    return torch.stack([loss, norm / share.workers])
-
-
-def drawn_patch(run: Run, step: int) -> int | None:
-    """Return the patch size of a step, equal on all workers; None where the run draws none."""
-    patches = run.model.patches
-    return patches[int(step_generator(run.seed, step, "patch").integers(len(patches)))] if patches else None
-
-
-def prepare_micro_batch(batch: DeviceBatch, part: slice, run: Run, step: int, length: Length) -> Sequence[Tensor]:
-    """Return a slice of the batch as the inputs of the task: images, and what else it needs."""
-    if not run.classification:  # without mixing or erasing
-        return batch.inputs(run.task.traits.needs, run.data.normalize, part)
-    data = run.data
-    is_early = data.early is not None and step < data.early.share * length.total
-    shape = run.early_shape if is_early else None
-    settings = BatchSettings(data.augment, data.mix, data.normalize, run.model.num_classes or 0, shape)
-    rows = BatchRows(batch.positions[part] % run.optim.batch, run.optim.batch)
-    return prepare_batch(batch.images[part], batch.labels[part], settings, run.seed, step, rows)
 
 
 def all_reduce_metrics(

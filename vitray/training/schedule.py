@@ -166,9 +166,10 @@ def num_passes(run: Run, workers: int) -> int:
     The number is the same on every worker, because batch norms meet in each pass. Refuse shares so small that one
     would have no image in some pass.
     """
-    sizes, pair = share_sizes(run.optim.batch, workers), _pair(run)
+    sizes, pair = share_sizes(run.optim.batch, workers), pair_size(run)
     largest, smallest = (-(-images // pair) for images in (max(sizes), min(sizes)))
-    most = max(1, (run.compute.local_batch or max(sizes)) // pair)
+    local = run.compute.local_batch
+    most = max(1, (local if isinstance(local, int) else max(sizes)) // pair)
     passes = -(-largest // most)
     if passes > smallest:
         raise ConfigError(
@@ -191,12 +192,13 @@ def micro_batches(images: int, passes: int, run: Run) -> list[slice]:
 
     With the passes of `num_passes`, none exceeds compute.local_batch, except for a pair of images that are mixed.
     """
-    pair = _pair(run)
+    pair = pair_size(run)
     units = -(-images // pair)
     assert passes <= units, f"{images} images in {passes} passes"
     ends = [min(pair * (units * number // passes), images) for number in range(passes + 1)]
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
 
-def _pair(run: Run) -> int:
+def pair_size(run: Run) -> int:
+    """Return how many neighbors of a batch stay in one pass, as they are mixed."""
     return PAIR if run.data.mix.is_mixing else 1
