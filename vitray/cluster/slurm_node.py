@@ -75,28 +75,34 @@ def main(words: list[str]) -> int:
 
 
 def run(words: list[str], node: Node, extra: dict[str, str]) -> int:
-    """Run a command, pass Slurm's signals to it, and have the job queue again if its time limit has ended it."""
+    """Run a command, pass Slurm's signals to it, and have the job queue again if one has ended it."""
 
     def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        # Slurm sends NOTICE to all processes of a step, and most would end by it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     command = [sys.executable, "-m", "pipelines", *words]
     process = subprocess.Popen(command, env=os.environ | extra, preexec_fn=unblock)
-    is_late = False
+    is_told = False
     while process.poll() is None:
-        told = signal.sigtimedwait(SIGNALS, 0.2)
-        if told is not None:
-            is_late |= told.si_signo == NOTICE
+        if signal.sigtimedwait(SIGNALS, 0.2):
+            is_told = True
             process.send_signal(signal.SIGTERM)
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    if is_late and code == ENDED:
+    if is_told and code == ENDED:
         queue_again(node.job)
     return code
 
 
 def queue_again(job: str) -> None:
-    """Have Slurm end this job and run its script again."""
-    print("vitray: the time limit is near; the job queues again and goes on from what is saved", file=sys.stderr)
+    """Have Slurm run the script of this job again, unless the job was canceled.
+
+    Slurm itself does so after a preemption only if it has to kill the job.
+    """
+    listed = subprocess.run(["squeue", "--noheader", "--format=%T", "--jobs", job], capture_output=True, text=True)
+    if listed.stdout.strip() != "RUNNING":
+        return
+    print("vitray: the job queues again, and goes on from what is saved", file=sys.stderr, flush=True)
     done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
     if done.returncode:
         reason = " ".join(done.stderr.split())[:200]

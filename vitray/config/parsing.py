@@ -105,7 +105,7 @@ def recipe_path(recipe: str | Path) -> Path:
     """Return the path of a file, or else of the recipe of this name."""
     name = str(recipe)
     # Names alone are looked up: a logged model has no recipes beside it, and reads its own file.
-    if not re.fullmatch(r"\w{1,100}", name) or Path(name).exists():
+    if not re.fullmatch(r"\w{1,100}", name) or Path(name).is_file():
         return Path(recipe)
     if name not in (names := recipe_names()):
         raise ConfigError(f"no recipe {name!r}, and no file{nearest(name, names)}")

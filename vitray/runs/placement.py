@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -94,7 +95,7 @@ def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -
     if use_gpu and (lowest > gpus or not gpus):
         besides = " besides the one for evaluations" if evaluator == "gpu" else ""
         raise ConfigError(f"compute.workers: got {max(lowest, 1)} GPU workers, the cluster has {gpus} GPUs{besides}")
-    nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"] and "CPU" in node["Resources"]]
+    nodes = [each["CPU"] for each in alive_nodes().values() if "CPU" in each]
     per_node = -(-highest // max(1, len(nodes)))
     smallest = min(nodes, default=0.0)
     fair = 1.0 if use_gpu else min((cpus - reserved) / highest, smallest / per_node)
@@ -120,6 +121,20 @@ def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -
     # Without a limit, the first trial asks Ray Data for all CPUs, and the others get none while it has images to read.
     shared = max(1, int(cpus / concurrent_trials - highest * each - len(beside))) if concurrent_trials > 1 else None
     return Placement((lowest, highest), use_gpu, each, threads, probe_gpus, shared)
+
+
+def alive_nodes() -> dict[str, dict[str, float]]:
+    """Return the resources of each node that is alive."""
+    import ray
+
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def room_for_workers(run: Run, placement: Placement, nodes: Mapping[str, Mapping[str, float]]) -> int:
+    """Return how many workers of a placement fit on nodes, {node: its resources}, with a CPU to decode images."""
+    count = _worker_capacity([each.get("CPU", 0.0) for each in nodes.values()], placement.cpus)
+    gpus = int(sum(each.get("GPU", 0.0) for each in nodes.values())) - evaluation_gpus(run)
+    return min(count, gpus) if placement.use_gpu else count
 
 
 def check_batch(run: Run, lowest: int, highest: int) -> None:

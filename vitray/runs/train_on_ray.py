@@ -20,8 +20,9 @@ from vitray.errors import RunError
 from vitray.models.own_networks import require_declared
 from vitray.runs import ray_host
 from vitray.runs.failures import HangReport, fit_with_restarts
+from vitray.runs.growth import NEVER, Growth
 from vitray.runs.model_output import initial_weights
-from vitray.runs.placement import Placement, await_nodes, place_workers, start_attempts
+from vitray.runs.placement import Placement, alive_nodes, await_nodes, place_workers, room_for_workers, start_attempts
 from vitray.runs.resolve import TrialHook
 from vitray.runs.run_dir import RunFolder
 from vitray.runs.shutdown import GracefulShutdown
@@ -80,7 +81,7 @@ class RayPlatform:
         self._is_trial, self._waits_for_decision = hook is not None, hook is not None and hook.waits_for_decision
 
     def fit(self, folder: RunFolder, source: str | None) -> WorkerResult:
-        """Run the training loop, and again after a preemption or, compute.max_failures times, a lost mailbox.
+        """Run the training loop, and again where nodes join or are preempted or, some times, after a lost mailbox.
 
         Messages that are lost with a mailbox are in the checkpoint that the workers resume from, or are sent again.
         """
@@ -88,9 +89,12 @@ class RayPlatform:
         # Ray Train requires a storage path, but no checkpoint of ours uses it. A local one cannot fail with the run's.
         with scratch_folder() as scratch:
             while True:
+                growth = Growth(self._resolved.run, self.placement, self.mailbox.actor)
                 try:
-                    result = self._fit(folder, initial, scratch)
-                    if result.ending != "interrupted":
+                    with growth.watched():
+                        result = self._fit(folder, initial, scratch)
+                    grows = growth.is_requested and not self._shutdown.is_requested()
+                    if result.ending != "interrupted" or grows:
                         ray.get(self.mailbox.actor.hang.remote())  # fails if the last messages are lost
                 except (MailboxLost, RayActorError) as error:
                     if not restarts:
@@ -100,7 +104,10 @@ class RayPlatform:
                     self.mailbox.replace()
                     self.mailbox.actor.put.remote(Note(f"{LOST}; the workers start again"))
                     continue
-                if result.ending != "preempted":
+                if grows and result.ending == "interrupted":
+                    text = f"nodes have joined: step {result.step:,} is saved; the workers start again, as more"
+                    ray.get([self.mailbox.actor.forget_stop.remote(), self.mailbox.actor.put.remote(Note(text))])
+                elif result.ending != "preempted":
                     return result
 
     def _fit(self, folder: RunFolder, initial: dict[str, Tensor] | None, scratch: Path) -> WorkerResult:
@@ -122,27 +129,38 @@ class RayPlatform:
             tokenizer=resolved.tokenizer and ray.put(resolved.tokenizer.tokenizer),
             teacher=teacher and ray.put(Teacher(teacher.network, teacher.normalize)),
         )
+
+        def attempt() -> Any:
+            return self._trainer(start, scratch).fit()
+
+        fit = partial(fit_with_restarts, attempt, mailbox, compute.max_failures)
+        # The next start, or the decoding of images, would wait for the CPUs of a failed one. A sweep does so itself.
+        removed = session.abandoned_groups_removed(session.START_CLEANUP_INTERVAL, own_starts=True)
+        with nullcontext() if self._is_trial else removed:
+            return self._shutdown.wait_for(fit, mailbox).return_value
+
+    def _trainer(self, start: ray_host.RayStart, scratch: Path) -> TorchTrainer:
+        """Return Ray Train's trainer of an attempt, with as many workers as the nodes hold now."""
+        placement, run = self.placement, self._resolved.run
         lowest, highest = placement.workers
-        trainer = TorchTrainer(
+        if lowest < highest:  # Ray would also take the CPU that decodes images
+            highest = max(lowest, min(highest, room_for_workers(run, placement, alive_nodes())))
+        return TorchTrainer(
             ray_host.worker,
             train_loop_config={"start": start},
             torch_config=TorchConfig(timeout_s=host.COLLECTIVE_SECONDS),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=highest if lowest == highest else (lowest, highest),
+                elastic_resize_monitor_interval_s=NEVER,
                 use_gpu=placement.use_gpu,
-                resources_per_worker={"CPU": placement.cpus} | ({"GPU": compute.gpus} if placement.use_gpu else {}),
+                resources_per_worker={"CPU": placement.cpus} | ({"GPU": run.compute.gpus} if placement.use_gpu else {}),
             ),
             run_config=ray.train.RunConfig(
                 name=uuid.uuid4().hex[:12],
                 storage_path=str(scratch),
                 # The driver restarts failed workers; Ray Train starts them again where nodes are missing or preempted.
                 failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=start_attempts()),
-                callbacks=[HangReport(mailbox, host.COLLECTIVE_SECONDS)],
+                callbacks=[HangReport(start.mailbox, host.COLLECTIVE_SECONDS)],
                 logging_config=ray.train.LoggingConfig(log_level="WARNING"),
             ),
         )
-        fit = partial(fit_with_restarts, trainer.fit, mailbox, compute.max_failures)
-        # The next start, or the decoding of images, would wait for the CPUs of a failed one. A sweep does so itself.
-        removed = session.abandoned_groups_removed(session.START_CLEANUP_INTERVAL, own_starts=True)
-        with nullcontext() if self._is_trial else removed:
-            return self._shutdown.wait_for(fit, mailbox).return_value

@@ -45,6 +45,10 @@ class Mailbox:
         """Ask the workers to save a checkpoint and end."""
         self._is_stop_requested = True
 
+    def forget_stop(self) -> None:
+        """Take back the request, once the workers have ended."""
+        self._is_stop_requested = False
+
     def is_stop_requested(self) -> bool:
         """Return whether the workers should end."""
         return self._is_stop_requested
