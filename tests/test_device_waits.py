@@ -20,7 +20,7 @@ from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.augment.ops_tensor import apply_draws
 from vitray.data.stream.batches import Share
 from vitray.tasks.build import build_task
-from vitray.training import loop
+from vitray.training import step as one_step
 from vitray.training.learner import Learner, compile_model
 from vitray.training.optim import Average, build_optimizer
 from vitray.training.schedule import length_of
@@ -129,12 +129,12 @@ def take_steps(run: Run, learner: Learner, device: torch.device, first: int = 1)
     # Mixing needs more steps, to blend and to cut.
     for step in range(first + (2 if run.data.mix.is_mixing else 1)):
         with no_waits(device) if step >= first else nullcontext():
-            loop.take_step(run, step, batch, Share(0, 1), learner, length_of(run.optim, 100))
+            one_step.take_step(run, step, batch, Share(0, 1), learner, length_of(run.optim, 100))
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_never_waits_for_the_device(name, monkeypatch):
-    monkeypatch.setattr(loop, "autocast", lambda *_: nullcontext())  # torch.autocast rejects meta
+    monkeypatch.setattr(one_step, "autocast", lambda *_: nullcontext())  # torch.autocast rejects meta
     run = run_of(name)
     take_steps(run, learner_on(META, run), META)
 
@@ -168,7 +168,7 @@ def test_augmentation_never_waits_for_the_gpu():
     ],
 )
 def test_a_wait_inside_the_model_is_noticed(wait, message, monkeypatch):
-    monkeypatch.setattr(loop, "autocast", lambda *_: nullcontext())
+    monkeypatch.setattr(one_step, "autocast", lambda *_: nullcontext())
     run = run_of("adamw")
     learner = learner_on(META, run)
 

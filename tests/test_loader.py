@@ -14,7 +14,7 @@ from test_stream import broken, jpeg, write
 from vitray import ConfigError, Loader, load_run
 from vitray.config.augmentation import Augment
 from vitray.runs.train import train
-from vitray.training import loop
+from vitray.training import step as one_step
 
 SMALL = {"batch": 32, "size": 16, "decoders": 0, "reader": "processes"}
 ON_RAY = SMALL | {"reader": "auto"}
@@ -46,8 +46,8 @@ def test_a_loader_gives_the_batches_of_a_run(tmp_path, monkeypatch, migrated, ki
     shutil.copy(migrated, tmp_path / "mlruns.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlruns.db'}")
     write_dataset(tmp_path / "data", {"train": 70})
-    taken, prepare = [], loop.prepare_batch
-    monkeypatch.setattr(loop, "prepare_batch", lambda *args: taken.append(prepare(*args)) or taken[-1])
+    taken, prepare = [], one_step.prepare_batch
+    monkeypatch.setattr(one_step, "prepare_batch", lambda *args: taken.append(prepare(*args)) or taken[-1])
     settings = [
         "model.name=vit_u1x1_8", "model.image_size=32", f"data.url={tmp_path / 'data'}", "data.val=null",
         "optim.batch=32", "optim.duration=2 epochs", "optim.warmup=0 epochs", "compute.workers=1", "seed=3",

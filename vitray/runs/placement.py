@@ -95,7 +95,7 @@ def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -
     if use_gpu and (lowest > gpus or not gpus):
         besides = " besides the one for evaluations" if evaluator == "gpu" else ""
         raise ConfigError(f"compute.workers: got {max(lowest, 1)} GPU workers, the cluster has {gpus} GPUs{besides}")
-    nodes = [each["CPU"] for each in alive_nodes().values() if "CPU" in each]
+    nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"] and "CPU" in node["Resources"]]
     per_node = -(-highest // max(1, len(nodes)))
     smallest = min(nodes, default=0.0)
     fair = 1.0 if use_gpu else min((cpus - reserved) / highest, smallest / per_node)
