@@ -7,6 +7,7 @@ from typing import Any
 
 from pipelines.__main__ import check_remote, run_verb
 from vitray.cluster import slurm
+from vitray.system import storage
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def main(words: list[str]) -> dict[str, Any]:
     options = parser.parse_args(words)
     check_remote(options.verb)
     name, command = slurm.job_words([options.verb, *options.args])
+    storage.check_name(name, "--name")
     allocation = slurm.Allocation(options.nodes, options.gpus, options.cpus, options.time, options.sbatch)
     text = slurm.script(allocation, name, command, Path.cwd())
     result = {"name": name, "script": text}

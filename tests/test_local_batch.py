@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitray.config import load_run
-from vitray.errors import ConfigError, RunError
+from vitray.errors import ConfigError
 from vitray.training import local_batch
 from vitray.training.local_batch import Trial, fewest, with_local_batch
 from vitray.training.resolved import ResolvedRun
@@ -70,7 +70,7 @@ def test_all_workers_take_the_most_passes_of_any(monkeypatch):
 
 def test_a_network_that_does_not_fit_is_one_message(monkeypatch):
     monkeypatch.setattr(local_batch, "all_reduce_max", lambda passes, device: 65)
-    with pytest.raises(RunError, match=r"compute.local_batch: a pass of 1 images does not fit a worker's memory"):
+    with pytest.raises(ConfigError, match=r"compute.local_batch: a pass of 1 images does not fit a worker's memory"):
         with_local_batch(resolved_of("optim.batch=64"), host_of())
 
 

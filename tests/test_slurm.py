@@ -67,6 +67,7 @@ def test_a_verb_that_would_begin_anew_does_not_queue_again(tmp_path):
         ("train demo --name s16 optim.lr=1e-3", "s16", []),
         ("train demo --name=s16", "s16", []),
         ("train --resume s16", "s16", []),
+        ("train demo --name team/s16", "team-s16", []),
         ("sweep demo rates", "demo-20[0-9]+-[0-9]+", ["--name"]),
         ("train recipes/own.yaml", "own-20[0-9]+-[0-9]+", ["--name"]),
         ("predict runs/s16/model photos out", "predict-model", []),
@@ -91,6 +92,11 @@ def test_a_job_has_a_name_by_which_it_goes_on(words, name, added):
 def test_bad_input_is_one_message(capsys, options, message):
     assert main(["slurm", *options, "train", "demo"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_name_that_a_run_would_not_take_is_one_message(capsys):
+    assert main(["slurm", "train", "demo", "--name", "a b\nrm x"]) == 2
+    assert "--name: got " in capsys.readouterr().err
 
 
 def test_a_verb_that_is_none_of_a_job_is_one_message(capsys):

@@ -51,7 +51,7 @@ def job_words(words: Sequence[str]) -> tuple[str, list[str]]:
     subject = next((Path(word).stem for word in rest if not word.startswith("-") and "=" not in word), verb)
     name = values.get("--name") or values.get("--resume")
     if verb not in NAMED or name:
-        return name or f"{verb}-{subject}", list(words)
+        return (name or f"{verb}-{subject}").replace("/", "-"), list(words)  # part of a file's name
     name = f"{subject}-{time.strftime('%Y%m%d-%H%M%S')}"
     return name, [*words, "--name", name]
 
@@ -59,7 +59,7 @@ def job_words(words: Sequence[str]) -> tuple[str, list[str]]:
 def script(allocation: Allocation, name: str, words: Sequence[str], folder: Path) -> str:
     """Return the batch script of `vitray WORDS...`, run in a folder that all nodes see."""
     allocation.check()
-    options = [f"--job-name={name}", f"--chdir={shlex.quote(str(folder))}", "--output=%x-%j.log"]
+    options = [f"--job-name={shlex.quote(name)}", f"--chdir={shlex.quote(str(folder))}", "--output=%x-%j.log"]
     options += [f"--nodes={allocation.nodes}", "--ntasks-per-node=1"]
     if allocation.gpus:
         options.append(f"--gpus-per-node={allocation.gpus}")

@@ -51,12 +51,10 @@ class Growth:
                 new = set(alive_nodes()) - known
                 if new != joined:
                     joined, since = new, time.monotonic()
-                elif new and time.monotonic() - since >= SETTLE_SECONDS:
-                    if self._has_room(highest):
-                        self.is_requested = True
-                        self._mailbox.request_stop.remote()
-                        return
-                    known |= new  # that decode images
+                elif new and time.monotonic() - since >= SETTLE_SECONDS and self._has_room(highest):
+                    self.is_requested = True
+                    self._mailbox.request_stop.remote()
+                    return
 
     def _has_room(self, highest: int) -> bool:
         beats = ray.get(self._mailbox.heartbeats.remote())

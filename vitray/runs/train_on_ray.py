@@ -95,7 +95,7 @@ class RayPlatform:
                         result = self._fit(folder, initial, scratch)
                     grows = growth.is_requested and not self._shutdown.is_requested()
                     if result.ending != "interrupted" or grows:
-                        ray.get(self.mailbox.actor.hang.remote())  # fails if the last messages are lost
+                        ray.get(self.mailbox.actor.forget_stop.remote())  # fails if the last messages are lost
                 except (MailboxLost, RayActorError) as error:
                     if not restarts:
                         text = f"training failed: {LOST}; free memory there, and repeat the command"
@@ -106,7 +106,7 @@ class RayPlatform:
                     continue
                 if grows and result.ending == "interrupted":
                     text = f"nodes have joined: step {result.step:,} is saved; the workers start again, as more"
-                    ray.get([self.mailbox.actor.forget_stop.remote(), self.mailbox.actor.put.remote(Note(text))])
+                    self.mailbox.actor.put.remote(Note(text))
                 elif result.ending != "preempted":
                     return result
 
@@ -143,7 +143,8 @@ class RayPlatform:
         """Return Ray Train's trainer of an attempt, with as many workers as the nodes hold now."""
         placement, run = self.placement, self._resolved.run
         lowest, highest = placement.workers
-        if lowest < highest:  # Ray would also take the CPU that decodes images
+        # Ray would also take the CPU that decodes images. A cluster that grows is asked for the nodes of all workers.
+        if lowest < highest and session.autoscaling_timeout() is None:
             highest = max(lowest, min(highest, room_for_workers(run, placement, alive_nodes())))
         return TorchTrainer(
             ray_host.worker,

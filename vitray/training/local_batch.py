@@ -13,7 +13,7 @@ from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.shares import share_sizes
 from vitray.data.stream.batches import HostBatch, Share
 from vitray.data.stream.prefetch import all_reduce_max
-from vitray.errors import RunError
+from vitray.errors import ConfigError
 from vitray.training.data import with_masks
 from vitray.training.host import Host
 from vitray.training.learner import Learner, build_learner
@@ -36,7 +36,7 @@ def with_local_batch(resolved: ResolvedRun, host: Host) -> ResolvedRun:
         passes = fewest(lambda passes: trial.fits(pair * -(-units // passes)), most)
     passes = all_reduce_max(passes or most + 1, host.device)
     if passes > most:
-        raise RunError(
+        raise ConfigError(
             f"compute.local_batch: a pass of {pair * -(-units // most)} images does not fit a worker's memory; expected"
             " a smaller network or image, compute.activation_checkpointing=blocks, or larger GPUs"
         ) from (trial and trial.error)
