@@ -6,7 +6,7 @@ pieces are planned (epoch_order.py): Ray neither drops nor moves an image, it de
 
 import logging
 from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -75,7 +75,7 @@ class RayReader:
                     yield reader.take(epoch, positions_of(within, spec.batch, share.rank, share.workers))
         except GeneratorExit:  # closed on all workers after the same step
             if following and share.workers > 1:
-                following.result()  # its broadcast must not overlap with one of a later stream
+                wait([following])  # its broadcast must not overlap with one of a later stream
             raise
         finally:
             opener.shutdown(wait=False)
