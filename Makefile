@@ -35,8 +35,8 @@ update: .venv/.installed  ## send changed files to a running cluster's head, wit
 tunnel: .venv/.installed  ## Ray on http://127.0.0.1:8265, MLflow on http://127.0.0.1:5000, until you exit the shell
 	$(BIN)/ray attach $(CLUSTER) -p 8265 -p 5000
 
-down: .venv/.installed  ## save MLflow's records, and end the cluster
-	$(BIN)/ray exec $(CLUSTER) 'sudo systemctl start vitray-mlflow-save.service'
+down: .venv/.installed  ## stop all jobs, which save first, save MLflow's records, and end the cluster
+	$(BIN)/ray exec $(CLUSTER) 'RAY_ADDRESS=http://127.0.0.1:8265 python -m pipelines.stop --all && sudo systemctl start vitray-mlflow-save.service'
 	$(BIN)/ray down $(CLUSTER)
 
 # Three processes for two CPUs: tests wait for other processes a third of their time. Slow tests start many of their own,

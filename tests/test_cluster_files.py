@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import crds
+import jsonschema
 import pytest
 import yaml
 from hosts import Site, until
@@ -19,23 +21,30 @@ from vitray.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 AWS, LOCAL, KUBERAY = ROOT / "cluster.yaml", ROOT / "deploy" / "local.yaml", ROOT / "deploy" / "kuberay.yaml"
+EIGHT = ROOT / "deploy" / "eight-gpus.yaml"
+KUEUE, SERVE = ROOT / "deploy" / "kueue.yaml", ROOT / "deploy" / "serve.yaml"
+CLUSTERS = (AWS, EIGHT, LOCAL, KUBERAY, KUEUE)
 VALUES = {
     "YOUR-ADDRESS": "203.0.113.7",
     "YOUR-ARTIFACTS": "/srv/mlflow",
     "YOUR-BUCKET": "vitray-test",
+    "YOUR-CAPACITY-BLOCK": "cr-0123456789abcdef0",
     "YOUR-FIRST-WORKER": "192.168.1.11",
+    "YOUR-GROUP": "sg-0123456789abcdef0",
     "YOUR-HEAD": "192.168.1.10",
     "YOUR-INTERFACE": "eth0",
+    "YOUR-PLACEMENT-GROUP": "near",
+    "YOUR-PRIVATE-SUBNET": "subnet-0123456789abcdef0",
     "YOUR-SECOND-WORKER": "192.168.1.12",
     "YOUR-USER": "somebody",
 }
 RAY = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
 
 
-def filled(source, target):
+def filled(source, target, **ids):
     """Return the path of a cluster file with all placeholders set."""
     text = source.read_text()
-    for name, value in VALUES.items():
+    for name, value in (VALUES | {f"YOUR-{name}".replace("_", "-"): value for name, value in ids.items()}).items():
         text = text.replace(name, value)
     target.write_text(text)
     return str(target)
@@ -44,7 +53,7 @@ def filled(source, target):
 # ---- validation ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", [AWS, LOCAL])
+@pytest.mark.parametrize("source", [AWS, EIGHT, LOCAL])
 def test_unset_placeholders_are_rejected(source):
     with pytest.raises(ConfigError) as error:
         launch.read_cluster(str(source))
@@ -53,7 +62,7 @@ def test_unset_placeholders_are_rejected(source):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("source", [AWS, LOCAL])
+@pytest.mark.parametrize("source", [AWS, EIGHT, LOCAL])
 def test_a_file_with_all_placeholders_set_is_valid(source, tmp_path):
     launch.read_cluster(filled(source, tmp_path / "cluster.yaml"))
 
@@ -258,6 +267,38 @@ def test_only_the_owner_and_the_nodes_reach_the_nodes(aws):
     rules = {rule for permission in group["IpPermissions"] for rule in launch.split_rules(permission)}
     internal = ("-1", None, None, "UserIdGroupPairs", group["GroupId"])
     assert rules == {("tcp", 22, 22, "IpRanges", "203.0.113.7/32"), internal}
+    # EFA needs the rule to the group itself, beside AWS's own to everywhere.
+    sent = {rule for permission in group["IpPermissionsEgress"] for rule in launch.split_rules(permission)}
+    assert sent == {("-1", None, None, "IpRanges", "0.0.0.0/0"), internal}
+    launch.make_account(aws.tree)  # it is there already
+
+
+def test_a_node_with_eight_gpus_has_all_its_network_cards(aws, tmp_path, monkeypatch):
+    import boto3
+
+    group = group_of(aws)
+    (subnet, *_) = boto3.client("ec2").describe_subnets(Filters=[{"Name": "vpc-id", "Values": [group["VpcId"]]}])[
+        "Subnets"
+    ]
+    ids = {"GROUP": group["GroupId"], "PRIVATE_SUBNET": subnet["SubnetId"]}
+    tree = launch.read_cluster(filled(EIGHT, tmp_path / "cluster.yaml", **ids))
+    assert launch.make_account(tree) == []
+    config = bootstrapped(tree)
+    assert {name: kind["resources"]["GPU"] for name, kind in config["available_node_types"].items()} == {
+        "head": 0,
+        "p5": 8,
+        "p4d": 8,
+    }
+    requests = instance_requests(config, monkeypatch)
+    for name, cards, kind in (("p5", 32, "efa-only"), ("p4d", 4, "efa")):
+        first, *more = requests[name]["NetworkInterfaces"]
+        assert {each["SubnetId"] for each in (first, *more)} == {subnet["SubnetId"]}
+        assert all(each["Groups"] == [group["GroupId"]] for each in (first, *more))
+        assert (first["NetworkCardIndex"], first["DeviceIndex"], first["InterfaceType"]) == (0, 0, "efa")
+        assert [each["NetworkCardIndex"] for each in more] == list(range(1, cards))
+        assert {(each["DeviceIndex"], each["InterfaceType"]) for each in more} == {(1, kind)}
+    assert requests["p5"]["InstanceMarketOptions"] == {"MarketType": "capacity-block"}
+    assert requests["p4d"]["Placement"] == {"GroupName": "near"}
     assert "vitray admits 203.0.113.7/32 on 22 and its own nodes, nobody else" in aws.changes
 
 
@@ -547,9 +588,82 @@ def test_a_nodes_secrets_are_private_and_its_path_has_the_project(machine):
 # ---- Kubernetes ------------------------------------------------------------------------------------------------------
 
 
+def manifests(path):
+    """Return {kind: resource} of a file; of several of a kind, the last."""
+    return {each["kind"]: each for each in yaml.safe_load_all(path.read_text())}
+
+
 def kuberay():
-    cluster, job = yaml.safe_load_all(KUBERAY.read_text())
-    return cluster, job
+    found = manifests(KUBERAY)
+    return found["RayCluster"], found["RayJob"]
+
+
+def cluster_of(path):
+    """Return the part of a file that describes a Ray cluster."""
+    found = manifests(path)
+    if "RayCluster" in found:
+        return found["RayCluster"]["spec"]
+    if "RayService" in found:
+        return found["RayService"]["spec"]["rayClusterConfig"]
+    return found["RayJob"]["spec"]["rayClusterSpec"]
+
+
+def templates(path):
+    cluster = cluster_of(path)
+    return [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
+@pytest.mark.parametrize("path", [KUBERAY, KUEUE, SERVE], ids=lambda path: path.stem)
+def test_every_resource_fits_its_schema(path):
+    for resource in yaml.safe_load_all(path.read_text()):
+        crds.check(resource)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("RayJob", lambda spec: spec.update(suspended=True)),
+        ("RayJob", lambda spec: spec["rayClusterSpec"]["workerGroupSpecs"][0].update(replicas="two")),
+        ("ClusterQueue", lambda spec: spec.update(preemption={"withinClusterQueue": "Lower"})),
+        ("NetworkPolicy", lambda spec: spec["ingress"][0].update(form=[])),
+    ],
+)
+def test_a_resource_that_does_not_fit_is_refused(kind, change):
+    resource = manifests(KUEUE)[kind]
+    change(resource["spec"])
+    with pytest.raises(jsonschema.ValidationError):
+        crds.check(resource)
+
+
+@pytest.mark.parametrize("path", [KUBERAY, KUEUE, SERVE], ids=lambda path: path.stem)
+def test_the_ports_of_ray_admit_the_pods_of_their_own_cluster(path):
+    spec = manifests(path)["NetworkPolicy"]["spec"]
+    own = spec["podSelector"]["matchLabels"]
+    assert all(template["metadata"]["labels"] == own for template in templates(path))
+    assert spec["policyTypes"] == ["Ingress"]
+    every_port = [rule for rule in spec["ingress"] if "ports" not in rule]
+    assert every_port == [{"from": [{"podSelector": {"matchLabels": own}}]}]
+    to_all = [port["port"] for rule in spec["ingress"] if "from" not in rule for port in rule["ports"]]
+    assert to_all == ([8000] if path is SERVE else [])
+
+
+def test_a_queued_job_waits_for_kueue_and_saves_before_its_pods_end():
+    job = manifests(KUEUE)["RayJob"]
+    spec = job["spec"]
+    # What Kueue demands of a job with a queue.
+    assert job["metadata"]["labels"].keys() == {"kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"}
+    assert (spec["suspend"], spec["shutdownAfterJobFinishes"]) == (True, True)
+    assert "clusterSelector" not in spec
+    assert "enableInTreeAutoscaling" not in spec["rayClusterSpec"]
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] in KUEUE.read_text().partition("kind: RayJob")[0]
+    head, worker = (template["spec"] for template in templates(KUEUE))
+    stop = head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert stop[-1].endswith("python -m pipelines.stop --all")
+    seconds = int(worker["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert STOP_GRACE + 15 < seconds < worker["terminationGracePeriodSeconds"] == head["terminationGracePeriodSeconds"]
+    group = spec["rayClusterSpec"]["workerGroupSpecs"][0]
+    gpus = group["replicas"] * worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert f"compute.workers={gpus} " in spec["entrypoint"]
 
 
 def test_the_kuberay_file_has_a_cluster_and_a_job_on_it():
@@ -578,11 +692,10 @@ def test_ray_derives_the_intended_resources_from_the_kuberay_file():
     assert kinds["gpu"]["resources"].items() >= {"CPU": 8, "GPU": 1}.items()
 
 
-def test_every_pod_has_limits_and_no_secret():
-    cluster, _ = kuberay()
-    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
-    for group in groups:
-        pod = group["template"]["spec"]
+@pytest.mark.parametrize("path", [KUBERAY, KUEUE, SERVE], ids=lambda path: path.stem)
+def test_every_pod_has_limits_and_no_secret(path):
+    for template in templates(path):
+        pod = template["spec"]
         assert pod["serviceAccountName"] == "vitray"
         (container,) = pod["containers"]
         assert container["resources"]["requests"] == container["resources"]["limits"]
@@ -591,37 +704,36 @@ def test_every_pod_has_limits_and_no_secret():
             assert ("secretKeyRef" in variable.get("valueFrom", {})) == secret
 
 
-def test_the_kuberay_job_is_a_valid_command():
+@pytest.mark.parametrize(("path", "workers"), [(KUBERAY, 2), (KUEUE, 16)], ids=["kuberay", "kueue"])
+def test_the_job_is_a_valid_command(path, workers):
     from pipelines import recipes
     from vitray.config import load_run
 
-    entry = kuberay()[1]["spec"]["entrypoint"].replace("YOUR-BUCKET", "b").split()
+    entry = manifests(path)["RayJob"]["spec"]["entrypoint"].replace("YOUR-BUCKET", "b").split()
     assert entry[:3] == ["python", "-m", "pipelines.train"]
-    assert load_run(recipes.path_of(entry[3]), [arg for arg in entry[4:] if "=" in arg]).compute.workers == 2
+    assert load_run(recipes.path_of(entry[3]), [arg for arg in entry[4:] if "=" in arg]).compute.workers == workers
     assert entry[entry.index("--out") + 1].startswith("s3://")
 
 
-def test_versions_match_the_project():
-    cluster, _ = kuberay()
-    assert cluster["spec"]["rayVersion"] == RAY
-    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
-    tags = {group["template"]["spec"]["containers"][0]["image"].rpartition(":")[2] for group in groups}
-    assert tags == {f"ray-{RAY}"}
+@pytest.mark.parametrize("path", [KUBERAY, KUEUE, SERVE], ids=lambda path: path.stem)
+def test_versions_match_the_project_and_images_have_a_digest(path):
+    assert cluster_of(path)["rayVersion"] == RAY
+    images = {template["spec"]["containers"][0]["image"] for template in templates(path)}
+    assert images == {f"YOUR-REGISTRY/vitray:ray-{RAY}@sha256:YOUR-DIGEST"}
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
-    assert f"FROM rayproject/ray:{RAY}-py312-gpu" in dockerfile
+    assert f"rayproject/ray:{RAY}-py312-gpu" in dockerfile
     assert f"vitray:ray-{RAY}" in dockerfile
 
 
 def test_a_stopped_job_has_the_same_grace_period_on_every_kind_of_cluster():
-    settings = [
-        re.findall(r"RAY_JOB_STOP_WAIT_TIME_S(?:=|, value: \")(\d+)", path.read_text())
-        for path in (AWS, LOCAL, KUBERAY)
-    ]
-    assert settings == [[str(STOP_GRACE)]] * 3
+    settings = [re.findall(r"RAY_JOB_STOP_WAIT_TIME_S(?:=|, value: \")(\d+)", path.read_text()) for path in CLUSTERS]
+    assert settings == [[str(STOP_GRACE)]] * len(CLUSTERS)
 
 
 def test_a_file_with_nodes_that_have_gpus_names_them_as_the_device():
-    for path, has_gpus in ((AWS, "gpu_spot:"), (LOCAL, "gpu_spot:"), (KUBERAY, "nvidia.com/gpu: 1")):
+    named = {AWS: "gpu_spot:", EIGHT: "p5:", LOCAL: "gpu_spot:"}
+    for path in CLUSTERS:
+        has_gpus = named.get(path, "nvidia.com/gpu: ")
         text = path.read_text()
         assert bool(re.search(r"VITRAY_GROWS_DEVICE(?:=|, value: )gpu\b", text)) == (has_gpus in text)
         assert ("VITRAY_GROWS_DEVICE" in text) == ("VITRAY_GROWS_WITHIN" in text)
@@ -630,7 +742,7 @@ def test_a_file_with_nodes_that_have_gpus_names_them_as_the_device():
 def test_heartbeats_are_the_same_on_every_kind_of_cluster():
     settings = [
         set(re.findall(r"(RAY_(?:health_check|grpc_client)_\w+)(?:=|, value: \")(\d+)", path.read_text()))
-        for path in (AWS, LOCAL, KUBERAY)
+        for path in CLUSTERS
     ]
     expected = {
         ("RAY_health_check_period_ms", "2000"),
@@ -638,8 +750,8 @@ def test_heartbeats_are_the_same_on_every_kind_of_cluster():
         ("RAY_grpc_client_keepalive_time_ms", "75000"),
         ("RAY_grpc_client_keepalive_timeout_ms", "30000"),
     }
-    assert settings == [expected] * 3
-    for path in (AWS, LOCAL):  # any node may wait for a reply of a lost node
+    assert settings == [expected] * len(CLUSTERS)
+    for path in (AWS, EIGHT, LOCAL):  # any node may wait for a reply of a lost node
         assert (
             path.read_text().count("RAY_grpc_client_keepalive_time_ms=75000 RAY_grpc_client_keepalive_timeout_ms=30000")
             == 2

@@ -133,17 +133,18 @@ def find_job(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
     return jobs[job_id]
 
 
-def stop(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
-    """Stop a job and wait until it has ended; its run becomes KILLED in MLflow."""
-    job = find_job(client, job_id)
-    if job.status in ENDED:
-        return job
-    client.stop_job(job_id)
+def stop(client: "JobSubmissionClient", *job_ids: str) -> list[ClusterJob]:
+    """Stop jobs and wait until they have ended; their runs become KILLED in MLflow."""
+    jobs = [find_job(client, job_id) for job_id in job_ids]
+    for job in jobs:
+        if job.status not in ENDED:
+            client.stop_job(job.id)
     for _ in range(2 * (STOP_GRACE + 15)):
-        if (job := find_job(client, job_id)).status in ENDED:
-            return job
+        jobs = [find_job(client, job_id) for job_id in job_ids]
+        if not (running := [job.id for job in jobs if job.status not in ENDED]):
+            return jobs
         time.sleep(0.5)
-    raise RunError(f"{job_id}: has not ended within {STOP_GRACE + 15} seconds; its log: vitray jobs {job_id}")
+    raise RunError(f"{', '.join(running)}: not ended within {STOP_GRACE + 15} seconds; a log: vitray jobs {running[0]}")
 
 
 def follow(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
