@@ -217,7 +217,7 @@ def aws(tmp_path_factory):
             tree = launch.read_cluster(filled(AWS, folder / "cluster.yaml"))
             changes = launch.make_account(tree)
             config = bootstrapped(tree)
-            yield SimpleNamespace(tree=tree, changes=changes, config=config, requests=instance_requests(config, patch))
+            yield SimpleNamespace(tree=tree, changes=changes, config=config, requests=instance_requests(config))
 
 
 def bootstrapped(tree):
@@ -231,7 +231,7 @@ def bootstrapped(tree):
     return AWSNodeProvider.fillout_available_node_types_resources(bootstrap_aws(prepared))
 
 
-def instance_requests(config, patch):
+def instance_requests(config):
     """Return {node type: the parameters of RunInstances} for one node of each type."""
     from botocore.client import BaseClient
     from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
@@ -245,13 +245,15 @@ def instance_requests(config, patch):
             requests["latest"] = parameters
         return original(client, name, parameters)
 
-    patch.setattr(BaseClient, "_make_api_call", call)
-    provider = AWSNodeProvider(config["provider"], config["cluster_name"])
-    for name, kind in config["available_node_types"].items():
-        role = NODE_KIND_HEAD if name == config["head_node_type"] else NODE_KIND_WORKER
-        tags = {TAG_RAY_NODE_KIND: role, TAG_RAY_USER_NODE_TYPE: name, "ray-launch-config": "x", "ray-node-name": name}
-        provider.create_node(kind["node_config"], {**tags, "ray-node-status": "uninitialized"}, 1)
-        requests[name] = requests.pop("latest")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseClient, "_make_api_call", call)
+        provider = AWSNodeProvider(config["provider"], config["cluster_name"])
+        for name, kind in config["available_node_types"].items():
+            role = NODE_KIND_HEAD if name == config["head_node_type"] else NODE_KIND_WORKER
+            tags = {TAG_RAY_NODE_KIND: role, TAG_RAY_USER_NODE_TYPE: name, "ray-launch-config": "x"}
+            tags |= {"ray-node-name": name, "ray-node-status": "uninitialized"}
+            provider.create_node(kind["node_config"], tags, 1)
+            requests[name] = requests.pop("latest")
     return requests
 
 
@@ -273,7 +275,7 @@ def test_only_the_owner_and_the_nodes_reach_the_nodes(aws):
     launch.make_account(aws.tree)  # it is there already
 
 
-def test_a_node_with_eight_gpus_has_all_its_network_cards(aws, tmp_path, monkeypatch):
+def test_a_node_with_eight_gpus_has_all_its_network_cards(aws, tmp_path):
     import boto3
 
     group = group_of(aws)
@@ -289,7 +291,7 @@ def test_a_node_with_eight_gpus_has_all_its_network_cards(aws, tmp_path, monkeyp
         "p5": 8,
         "p4d": 8,
     }
-    requests = instance_requests(config, monkeypatch)
+    requests = instance_requests(config)
     for name, cards, kind in (("p5", 32, "efa-only"), ("p4d", 4, "efa")):
         first, *more = requests[name]["NetworkInterfaces"]
         assert {each["SubnetId"] for each in (first, *more)} == {subnet["SubnetId"]}
