@@ -463,7 +463,7 @@ def test_the_serve_config_for_kubernetes_is_valid():
     import yaml
     from ray.serve.schema import ServeDeploySchema
 
-    service = yaml.safe_load((Path(__file__).parents[1] / "deploy" / "serve.yaml").read_text())
+    service, _ = yaml.safe_load_all((Path(__file__).parents[1] / "deploy" / "serve.yaml").read_text())
     assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
     config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
     [application] = config.applications
