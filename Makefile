@@ -75,6 +75,10 @@ test-full: .venv/.packages  ## run the slow and GPU tests too; installs their pa
 gpu-report: .venv/.installed  ## measure this machine's GPU in eight minutes, for docs/gpu.md
 	$(BIN)/python -m experiments.gpu_report
 
+requirements: .venv/.installed  ## renew deploy/requirements.txt, the packages of a node with their hashes
+	echo uv setuptools | tr ' ' '\n' | $(BIN)/uv pip compile --quiet pyproject.toml - --extra server --constraints constraints.txt \
+	  --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --output-file deploy/requirements.txt
+
 reference: .venv/.installed  ## regenerate docs/settings.md, docs/reference/ and the notebooks of docs/tutorials/
 	$(BIN)/python -m vitray.config settings > docs/settings.md
 	$(BIN)/python experiments/site/generate_reference.py

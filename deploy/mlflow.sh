@@ -3,7 +3,8 @@
 # (s3://bucket/mlflow, or a folder); ADDRESS is the head's private address.
 #
 # The server listens on 127.0.0.1:5000, the end of `make tunnel`; a systemd proxy listens on the private address, for
-# jobs. Both require the user and password of ~/.mlflow/credentials. The script runs at each start of the cluster.
+# jobs. Both require a user and password; jobs have those of ~/.mlflow/credentials. The script runs at each start of the
+# cluster. `mlflow_users.py /etc/vitray/mlflow.ini NAME` makes a person's user.
 set -euo pipefail
 destination=$1
 home=/var/lib/vitray
@@ -11,7 +12,6 @@ settings=/etc/vitray
 address=${2:-$(hostname -I | cut -d' ' -f1)}
 python=$HOME/venv/bin/python
 
-~/venv/bin/uv pip install --quiet --compile-bytecode --python "$python" -c ~/vitray/constraints.txt -e ~/vitray"[server]"
 sudo install -d -m 700 -o "$USER" "$home" "$settings"
 
 # ---- settings, in private files, because every user of the machine can list command lines --------------------------
@@ -29,17 +29,20 @@ END
   # Of an S3-compatible server: AWS_ENDPOINT_URL=... mlflow.sh s3://bucket/mlflow. Keys are in ~/.aws/credentials.
   env | grep -E '^AWS_(ENDPOINT_URL(_S3)?|(DEFAULT_)?REGION|(REQUEST|RESPONSE)_CHECKSUM_[A-Z]+)=' >>$settings/mlflow.env || true
 fi
-credential() { sed -n "s/^mlflow_tracking_$1 *= *//p" ~/.mlflow/credentials; }
-# Other users see only the entities that the owner shares. Authentication results are cached for 60 s: a check takes tens
-# of milliseconds of CPU, and a call of MLflow makes several.
-cat >$settings/mlflow.ini <<END
+# The administrator's password is made here and stays here; jobs and people are users without rights over others. Each
+# head has an administrator of its own, because a new one restores the users of the last, whose password went with it.
+# Users see all runs and change only their own. Authentication results are cached for 60 s: a check takes tens of
+# milliseconds of CPU, and a call of MLflow makes several.
+if ! grep -qs '^admin_username = admin-' $settings/mlflow.ini; then
+  cat >$settings/mlflow.ini <<END
 [mlflow]
-default_permission = NO_PERMISSIONS
+default_permission = READ
 database_uri = sqlite:///$home/auth.db
-admin_username = $(credential username)
-admin_password = $(credential password)
+admin_username = admin-$(openssl rand -hex 4)
+admin_password = $(openssl rand -hex 32)
 auth_cache_ttl_seconds = 60
 END
+fi
 
 # ---- services ------------------------------------------------------------------------------------------------------
 unit() { sudo tee "/etc/systemd/system/$1" >/dev/null && sudo chmod 644 "/etc/systemd/system/$1"; }
@@ -59,6 +62,8 @@ ExecStartPre=$python $HOME/vitray/deploy/mlflow_store.py restore $home $destinat
 # Uvicorn restarts workers that miss a health check of 5 s by default, which is too short for a busy machine.
 ExecStart=$python -m mlflow server --app-name basic-auth --host 127.0.0.1 --port 5000 --workers 2 \\
   --uvicorn-opts "--timeout-worker-healthcheck 120" --artifacts-destination $destination
+# The user of jobs, with the password that all nodes have.
+ExecStartPost=$python $HOME/vitray/deploy/mlflow_users.py $settings/mlflow.ini
 Restart=always
 RestartSec=5
 UMask=0077

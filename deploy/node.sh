@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Install the project in ~/venv, in the versions of constraints.txt. Runs on every node at each start of the cluster.
+# Install the project in ~/venv. Runs on every node at each start of the cluster.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-chmod 700 ~/.ray ~/.mlflow
-chmod 600 ~/.ray/auth_token ~/.mlflow/credentials
+for secret in ~/.ray/auth_token ~/.mlflow/credentials; do
+  if test -e $secret; then chmod 700 "$(dirname $secret)"; chmod 600 $secret; fi
+done
 
 if ! test -x ~/venv/bin/pip; then
   # A new machine updates itself, and holds the lock meanwhile.
@@ -11,8 +12,12 @@ if ! test -x ~/venv/bin/pip; then
   sudo apt-get -o DPkg::Lock::Timeout=600 -qq install python3-venv
   python3 -m venv ~/venv
 fi
-~/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt uv
-~/venv/bin/uv pip install --quiet --compile-bytecode --python ~/venv/bin/python -c constraints.txt -e .
+# Only files with these hashes are installed, whatever the index offers. The first line takes uv alone, which is fast.
+awk '/^[^ ]/ {of_uv = /^uv==/} of_uv' deploy/requirements.txt >~/venv/uv.txt
+~/venv/bin/pip install --quiet --disable-pip-version-check --require-hashes -r ~/venv/uv.txt
+install="$HOME/venv/bin/uv pip install --quiet --compile-bytecode --python $HOME/venv/bin/python"
+$install --require-hashes -r deploy/requirements.txt
+$install --no-deps --no-build-isolation -e .
 
 # For `python` in jobs, and for `ray` over ssh. It goes first, since .bashrc returns early in a non-interactive shell.
 line='export RAY_AUTH_MODE=token PATH="$HOME/venv/bin:$PATH"'

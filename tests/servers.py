@@ -99,18 +99,26 @@ def start_mlflow(host: Host, logs: Path, python: str, artifacts: str) -> dict[st
     args = ["mlflow", "server", "--app-name", "basic-auth", "--host", host.address, "--port", "5000", "--workers", "1"]
     args += ["--artifacts-destination", artifacts]
     # The settings of deploy/mlflow.sh.
-    admin, settings = secrets.token_urlsafe(24), host.own / "mlflow.ini"
-    lines = ["[mlflow]", "default_permission = NO_PERMISSIONS", f"database_uri = sqlite:///{host.own}/auth.db"]
-    lines += [f"admin_username = {USER}", f"admin_password = {admin}", "auth_cache_ttl_seconds = 60"]
-    host.call(["sh", "-ec", f"umask 077 && cat > {settings}"], given="\n".join(lines))
+    settings, of_jobs, jobs = host.own / "mlflow.ini", host.own / ".mlflow" / "credentials", secrets.token_urlsafe(24)
+    lines = ["[mlflow]", "default_permission = READ", f"database_uri = sqlite:///{host.own}/auth.db"]
+    lines += ["admin_username = admin-0", f"admin_password = {secrets.token_hex(32)}", "auth_cache_ttl_seconds = 60"]
+    write = "umask 077 && mkdir -p $(dirname $0) && cat > $0"
+    host.call(["sh", "-ec", write, settings], given="\n".join(lines))
+    lines = ["[mlflow]", f"mlflow_tracking_username = {USER}", f"mlflow_tracking_password = {jobs}"]
+    host.call(["sh", "-ec", write, of_jobs], given="\n".join(lines))
     environment = {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     environment |= {"MLFLOW_AUTH_CONFIG_PATH": str(settings), "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32)}
     _start_server(host, [python, "-m", *args], logs / "mlflow.log", environment, 5000)
-    return {
-        "MLFLOW_TRACKING_URI": f"http://{host.address}:5000",
-        "MLFLOW_TRACKING_USERNAME": USER,
-        "MLFLOW_TRACKING_PASSWORD": admin,
-    }
+    address = {"MLFLOW_TRACKING_URI": f"http://{host.address}:5000"}
+    set_mlflow_password(host, python, address)
+    return address | {"MLFLOW_TRACKING_USERNAME": USER, "MLFLOW_TRACKING_PASSWORD": jobs}
+
+
+def set_mlflow_password(host: Host, python: str, address: Mapping[str, str], *name: str) -> str:
+    """Make a user of MLflow as on the head of a cluster: that of jobs, or a person's, whose password is returned."""
+    script = Path(__file__).parents[1] / "deploy" / "mlflow_users.py"
+    environment = {**address, "HOME": str(host.own)}
+    return host.call([python, script, host.own / "mlflow.ini", *name], environment).rpartition(": ")[2].strip()
 
 
 def dump_mlflow(host: Host) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from hosts import FREE_MEMORY, KILL, MEMORY, PAUSE, RESUME, Host, Site, fill, until
-from servers import SECRET, dump_mlflow, start_ceph, start_mlflow
+from servers import SECRET, dump_mlflow, set_mlflow_password, start_ceph, start_mlflow
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parent.parent
@@ -61,22 +61,24 @@ with Tracker(TrackedRun(sys.argv[1], "visit", "vitray"), {}, {}, "") as tracker:
     tracker.metrics(1, {"val/loss": 1.0})
     print(tracker.flush(10))
 """
-# Tries to read and delete the owner's runs as a second, registered user.
-SECOND_USER = """
-import os, sys
+# Reads the runs of jobs, and tries to change one and to make a user.
+OTHER_USER = """
+import os
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.server import get_app_client
-client, password = MlflowClient(), "another password"
-runs = client.search_runs(["0", "1", "2"])
-get_app_client("basic-auth", os.environ["MLFLOW_TRACKING_URI"]).create_user("other", password)
-os.environ |= {"MLFLOW_TRACKING_USERNAME": "other", "MLFLOW_TRACKING_PASSWORD": password}
-for request in (client.get_run, client.list_artifacts, client.delete_run):
+client, users = MlflowClient(), get_app_client("basic-auth", os.environ["MLFLOW_TRACKING_URI"])
+run = client.search_runs(["0", "1", "2"])[0].info.run_id
+print("seen", client.get_run(run).info.run_name, len(client.list_artifacts(run)))
+for request in (
+    lambda: client.delete_run(run),
+    lambda: client.log_metric(run, "val/loss", 0.0),
+    lambda: users.create_user("third", "a long password"),
+):
     try:
-        print("seen", request(runs[0].info.run_id))
+        print("done", request())
     except MlflowException as error:
         print(error)
-print("runs", len(client.search_runs(["0", "1", "2"])))
 """
 # Lists the S3 objects that contain a secret of this host's environment, or the cluster token.
 LEAKS = """
@@ -473,10 +475,23 @@ def test_mlflow_rejects_unknown_users(cluster, undisturbed):
         output = cluster.head.call([PYTHON, "-c", VISIT, uid], environment)
         assert "401" in output
         assert "not authenticated" in output
-    output = cluster.head.call([PYTHON, "-c", SECOND_USER])
-    assert "seen" not in output
+    # A person sees the runs of jobs and changes none; neither a person nor a job may make users.
+    store, tracking = (
+        cluster.site.hosts["store"],
+        {"MLFLOW_TRACKING_URI": cluster.site.environment["MLFLOW_TRACKING_URI"]},
+    )
+    password = set_mlflow_password(store, PYTHON, tracking, "other")
+    person = {"MLFLOW_TRACKING_USERNAME": "other", "MLFLOW_TRACKING_PASSWORD": password}
+    output = cluster.head.call([PYTHON, "-c", OTHER_USER], person)
+    assert "seen" in output
+    assert "done" not in output
     assert output.count("403") == 3
-    assert "runs 0" in output
+    renewed = set_mlflow_password(store, PYTHON, tracking, "other")
+    assert renewed != password
+    make_user = "from mlflow.server import get_app_client as client; import os"
+    make_user += "; client('basic-auth', os.environ['MLFLOW_TRACKING_URI']).create_user('third', 'a long password')"
+    with pytest.raises(AssertionError, match="403"):
+        cluster.head.call([PYTHON, "-c", make_user])
     # Records that were delayed by a wrong password are uploaded with the right one.
     cluster.head.call([PYTHON, "-m", "pipelines.sync"])
     assert cluster.head.call([PYTHON, "-c", VISIT, "owner"]).strip() == "None"

@@ -1,12 +1,15 @@
 """House rules that a syntax tree can check, the formatter and the dependencies."""
 
 import ast
+import importlib.metadata
 import re
 import subprocess
 import sys
 import tomllib
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 from test_layers import ROOT, modules
 
@@ -107,6 +110,37 @@ def test_a_gate_names_no_package_index(path):
 def test_every_dependency_is_pinned(path):
     wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
     assert {bounds(requirement)[0] for requirement in wanted} <= pins(path).keys()
+
+
+def test_a_node_installs_the_pinned_versions_each_with_its_hashes():
+    text = (ROOT / "deploy" / "requirements.txt").read_text()
+    assert "://" not in text
+    packages = re.findall(
+        r"^(\S+)==(\S+)(?: ; .*)? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text, re.MULTILINE
+    )
+    assert len(packages) == len(re.findall(r"^\S", text, re.MULTILINE))
+    pinned = {line.partition(" ;")[0] for line in NEWEST.read_text().splitlines()}
+    others = {name for name, version, _ in packages if f"{name}=={version}" not in pinned}
+    assert all(name == "triton" or name.startswith(("nvidia-", "cuda-")) for name in others)  # which torch itself pins
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["server"], "uv", "setuptools"]
+    assert required(wanted) - {name for name, *_ in packages} == set()
+
+
+def required(requirements):
+    """Return the names of packages that some requirements need here, directly or through others."""
+    seen, ahead = set(), [Requirement(each) for each in requirements]
+    while ahead:
+        wanted = ahead.pop()
+        name, extras = canonicalize_name(wanted.name), frozenset({"", *wanted.extras})
+        if (name, extras) not in seen:
+            seen.add((name, extras))
+            needs = map(Requirement, importlib.metadata.requires(name) or [])
+            ahead += [
+                each
+                for each in needs
+                if not each.marker or any(each.marker.evaluate({"extra": extra}) for extra in extras)
+            ]
+    return {name for name, _ in seen}
 
 
 def test_the_packages_of_the_site_are_pinned():
