@@ -160,6 +160,9 @@ def check_command(words: list[str]) -> None:
             _, group, rest = cli.resolve_command(cli.make_context("mlflow", [*args]), args)
             _, command, rest = group.resolve_command(group.make_context(args[0], [*rest]), rest)
             command.make_context(args[1], rest).close()
+        case "docker" | "kubectl" | "sky":
+            named = [arg for arg in args if arg.startswith("deploy/")]
+            assert [name for name in named if not Path(name).is_file()] == []
         case "python" if args[0] == "-c":
             compile(args[1], "command", "exec")
         case _:

@@ -42,6 +42,7 @@ VARIABLES = {
     "AWS_PROFILE": "profile of `~/.aws/config` in place of a key; not sent with a job",
     "AWS_EC2_METADATA_SERVICE_ENDPOINT": "where a spot node hears of its end, if not at EC2's own address",
     "GLOO_SOCKET_IFNAME": "network interface of the workers on CPUs; `vitray doctor` checks it on each node",
+    "NCCL_DEBUG": "`INFO` at `ray start`: NCCL logs which network the workers on GPUs use",
     "NCCL_SOCKET_IFNAME": "network interface of the workers on GPUs, set at `ray start` like the one before",
     "OMP_NUM_THREADS": "compute threads of `evaluate`, `inspect` and `predict` where they compute in their own process;"
     " in processes that decode, vitray sets 1",
