@@ -1,5 +1,8 @@
 """compute.compile and compute.channels_last: off they change nothing; on they train as before, also after a resume."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +91,35 @@ def test_auto_compiles_on_a_gpu_alone():
     compute = load_run(None, ["compute.compile=auto"]).compute
     assert [compute.compile_on(device) for device in ("cuda", "cpu")] == ["default", None]
     assert not compute.has_graphs
+
+
+# Compiles a network in a process of its own, and prints how many of its graphs were found.
+COMPILE = """
+import torch
+from torch._dynamo.utils import counters
+from vitray.training.compiling import compiled
+network = compiled(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), "default")
+network(torch.randn(2, 8)).sum().backward()
+print(counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_a_second_start_finds_what_the_first_has_compiled(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environment |= {"VITRAY_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary")}
+    (tmp_path / "temporary").mkdir()
+
+    def found():
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert found() == 0
+    assert list((tmp_path / "home" / "compiled").rglob("*.so"))
+    assert not list((tmp_path / "temporary").rglob("*.so"))
+    assert found() == 1
 
 
 def test_an_unknown_mode_is_one_message():

@@ -49,6 +49,10 @@ def faults(module: str, tree: ast.Module, ours: set[str]) -> list[str]:
             safe = any(each.arg == "weights_only" and ast.unparse(each.value) == "True" for each in node.keywords)
             if not safe:
                 broken.append((node.lineno, f"{ast.unparse(node.func)} can run code from the file"))
+        if ast.unparse(node) == "torch.compile" and module != "vitray.training.compiling":
+            broken.append(
+                (node.lineno, "torch keeps what it compiles in /tmp; compiling.compiled in the user's folder")
+            )
         reads = isinstance(node, ast.Call) and re.match(r"pq\.\w+\(io\.BytesIO", ast.unparse(node))
         if reads and module != "vitray.data.shards.tables":
             fault = "a thread of Arrow may free these bytes, and abort an ending process; tables.read_table reads them"
@@ -74,6 +78,7 @@ def test_rules_hold():
         ("vitray.x", '"""Doc."""\ndef f(**rest) -> None: pass', "passes **rest through"),
         ("vitray.x", '"""Doc."""\ntry: pass\nexcept: pass', "bare except"),
         ("vitray.x", '"""Doc."""\nimport torch\ntorch.load("f")', "can run code"),
+        ("vitray.x", '"""Doc."""\nimport torch\ntorch.compile(f)', "in the user's folder"),
         ("vitray.x", '"""Doc."""\npq.read_table(io.BytesIO(b""))', "abort an ending process"),
         ("vitray.x", '"""Doc."""\npq.ParquetFile(io.BytesIO(b"")).read()', "abort an ending process"),
     ],

@@ -4,8 +4,8 @@ import html
 import re
 
 VARIABLES = {
-    "VITRAY_HOME": "folder of records that wait for MLflow (`spool/`), and of downloaded models (`models/`, safe to"
-    " remove); default `~/.vitray`",
+    "VITRAY_HOME": "folder of records that wait for MLflow (`spool/`), of downloaded models (`models/`) and of what"
+    " torch.compile made (`compiled/`), both safe to remove; default `~/.vitray`",
     "TMPDIR": "folder of temporary files: checkpoints before their upload, outputs of an evaluation above 2 GiB",
     "VITRAY_SERVE_TOKEN": "bearer token of `vitray serve`; needed for an address beyond this machine",
     "VITRAY_GROWS_WITHIN": "seconds that a run waits for an autoscaling cluster to add nodes; set by its cluster file",

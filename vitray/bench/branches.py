@@ -17,6 +17,7 @@ from vitray.errors import ConfigError
 from vitray.models.blocks import most_fused
 from vitray.models.vit import ViT, regroup
 from vitray.system.timing import circumstances, interleave, progress, ratio_of, spread_of
+from vitray.training.compiling import compiled
 
 # Of the same network, between which `auto` chooses. The same blocks in sequence are another network.
 EXECUTIONS = ("loop", "fused")
@@ -133,9 +134,8 @@ def _calls(
     images = torch.randn(batch, 3, image_size, image_size, device=device)
     variants: dict[str, Callable[[Tensor], Tensor]] = dict(networks)
     if compile_mode:
-        mode: Any = compile_mode
         torch.compiler.reset()  # after 8 shapes and networks torch would run the others uncompiled
-        variants = {name: torch.compile(network, dynamic=False, mode=mode) for name, network in networks.items()}
+        variants = {name: compiled(network, str(compile_mode), dynamic=False) for name, network in networks.items()}
 
     def step(net: Callable[[Tensor], Tensor]) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):

@@ -14,6 +14,7 @@ from vitray.errors import ConfigError
 from vitray.models.counts import count
 from vitray.models.network import build_network
 from vitray.system.timing import Spread, circumstances, interleave, progress, ratio_of, spread_of
+from vitray.training.compiling import compiled
 
 
 def measure_networks(
@@ -46,8 +47,8 @@ def measure_networks(
     progress(f"{rounds} rounds of {len(steps)} networks, about {seconds:g} s each")
     with torch.set_grad_enabled(train):
         speeds = interleave(steps, rounds, seconds, device, batch)
-    compiled, phase = f"compiled {compile_mode}" if compile_mode else "eager", "training" if train else "inference"
-    mode, where = f"{dtype}, {compiled}, {phase}, {image_size} px, batch {batch}", circumstances(device)
+    how, phase = f"compiled {compile_mode}" if compile_mode else "eager", "training" if train else "inference"
+    mode, where = f"{dtype}, {how}, {phase}, {image_size} px, batch {batch}", circumstances(device)
     stem = f"networks_{device.type}_{mode.replace(', ', '_').replace(' ', '')}"
     results = Results(out / stem, device, {"circumstances": where, "mode": mode})
     for text in settings:
@@ -76,10 +77,9 @@ def _step(
 ) -> Callable[[], None]:
     """Return one forward pass of a batch; in training, the backward pass too."""
     torch.manual_seed(0)
-    network: Any = build_network(model).train(train).to(device)
-    if compile_mode:
-        mode: Any = compile_mode
-        network = torch.compile(network, dynamic=False, mode=mode)
+    network = compiled(
+        build_network(model).train(train).to(device), str(compile_mode) if compile_mode else None, dynamic=False
+    )
     images_BCHW = torch.randn(batch, 3, *model.image_shape, device=device)
 
     def step() -> None:
@@ -132,9 +132,8 @@ def measure_latency(
             images = images.to(memory_format=torch.channels_last)  # as batches are
             calls: dict[str, Callable[[], object]] = {"eager": partial(network, images)}
             if compile_mode:
-                mode: Any = compile_mode
                 torch.compiler.reset()  # after 8 shapes torch would run the network uncompiled
-                calls["compiled"] = partial(torch.compile(network, dynamic=False, mode=mode), images)
+                calls["compiled"] = partial(compiled(network, str(compile_mode), dynamic=False), images)
             with torch.inference_mode(), autocast:
                 if device.type == "cuda":
                     calls["graph"] = capture(calls["eager"])

@@ -135,16 +135,16 @@ def find_job(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
 
 def stop(client: "JobSubmissionClient", *job_ids: str) -> list[ClusterJob]:
     """Stop jobs and wait until they have ended; their runs become KILLED in MLflow."""
-    jobs = [find_job(client, job_id) for job_id in job_ids]
-    for job in jobs:
-        if job.status not in ENDED:
-            client.stop_job(job.id)
-    for _ in range(2 * (STOP_GRACE + 15)):
-        jobs = [find_job(client, job_id) for job_id in job_ids]
-        if not (running := [job.id for job in jobs if job.status not in ENDED]):
-            return jobs
+    for job_id in job_ids:
+        if find_job(client, job_id).status not in ENDED:
+            client.stop_job(job_id)
+    seconds = STOP_GRACE + 15
+    deadline = time.monotonic() + seconds
+    while running := [job_id for job_id in job_ids if find_job(client, job_id).status not in ENDED]:
+        if time.monotonic() > deadline:
+            raise RunError(f"{', '.join(running)}: not ended within {seconds} s; a log: vitray jobs {running[0]}")
         time.sleep(0.5)
-    raise RunError(f"{', '.join(running)}: not ended within {STOP_GRACE + 15} seconds; a log: vitray jobs {running[0]}")
+    return [find_job(client, job_id) for job_id in job_ids]
 
 
 def follow(client: "JobSubmissionClient", job_id: str) -> ClusterJob:

@@ -24,6 +24,7 @@ from vitray.models.probabilities import probability_of
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tasks.build import Task, build_task
 from vitray.training import checkpoints
+from vitray.training.compiling import compiled
 from vitray.training.data import evaluation_spec, with_masks
 from vitray.training.examples import ExampleImages
 from vitray.training.host import Host
@@ -139,7 +140,7 @@ class Scorer:
         network = task.vit if self._run.classification else task
         # Compiled once, for one shape: every batch is padded to the same size.
         mode = self._run.compute.compile_on(device.type, graphs=False)
-        self._forward: Any = torch.compile(network, dynamic=False, mode=mode) if mode else network
+        self._forward: Any = compiled(network, mode, dynamic=False)
 
     def score(self) -> Score:
         """Return the score of the task's current weights."""

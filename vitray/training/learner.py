@@ -17,6 +17,7 @@ from vitray.system import host_facts
 from vitray.tasks.build import Task, build_task, recompute_activations
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Checkpoint
+from vitray.training.compiling import compiled
 from vitray.training.host import Host
 from vitray.training.messages import Metrics, Note, Resumed
 from vitray.training.optim import Average, build_optimizer, match_layout
@@ -81,7 +82,7 @@ def compile_model(model: nn.Module, run: Run) -> nn.Module:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-    return torch.compile(model, mode=mode)  # pyright: ignore[reportReturnType]
+    return compiled(model, mode)
 
 
 def checkpoint_of(run: Run, learner: Learner, state: TrainState, share: Share) -> Checkpoint:
