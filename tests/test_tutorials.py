@@ -7,6 +7,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -167,12 +168,15 @@ def folder(tmp_path_factory):
     texts = {"vitray serve": f"vitray serve --port {serving}", "127.0.0.1:8000": f"127.0.0.1:{serving}"}
     texts |= {"--port 5000": f"--port {tracking}", "127.0.0.1:5000": f"127.0.0.1:{tracking}"}
     texts |= {"ray start --head": f"ray start --head {heads}", "127.0.0.1:8265": f"127.0.0.1:{ray[1]}"}
-    yield folder, TEXTS | texts
-    for path in folder.glob("*.pid"):
-        with suppress(psutil.Error):
-            program = psutil.Process(int(path.read_text()))
-            if program.cwd() == str(folder):  # otherwise a later process has its number
-                program.terminate()
+    with tempfile.TemporaryDirectory(prefix="vt", ignore_cleanup_errors=True) as rays:
+        # Ray names a job the latest cluster of this folder, which would be one of other tests.
+        texts["ray start --head"] += f" --temp-dir={rays}"
+        yield folder, TEXTS | texts
+        for path in folder.glob("*.pid"):
+            with suppress(psutil.Error):
+                program = psutil.Process(int(path.read_text()))
+                if program.cwd() == str(folder):  # otherwise a later process has its number
+                    program.terminate()
 
 
 @pytest.mark.ray
