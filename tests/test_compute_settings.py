@@ -179,7 +179,7 @@ def test_channels_last_may_change_on_a_resume(before, after, tmp_path):
 
 def test_gradients_that_graphs_add_to_are_those_of_a_plain_step(monkeypatch):
     modes = []
-    monkeypatch.setattr(torch, "compile", lambda model, mode: modes.append(mode) or model)
+    monkeypatch.setattr(torch, "compile", lambda model, mode, dynamic: modes.append(mode) or model)
     plain = run_of()
     expected = steps(plain, learner_of(plain), 0, 3)
     graphs = run_of("compute.compile=reduce-overhead")
