@@ -12,7 +12,7 @@ if ! test -x ~/venv/bin/pip; then
   sudo apt-get -o DPkg::Lock::Timeout=600 -qq install python3-venv
   python3 -m venv ~/venv
 fi
-# Only files with these hashes are installed, whatever the index offers. The first line takes uv alone, which is fast.
+# pip refuses a package whose hash is not in the list. It installs uv, which then installs the rest, in parallel.
 awk '/^[^ ]/ {of_uv = /^uv==/} of_uv' deploy/requirements.txt >~/venv/uv.txt
 ~/venv/bin/pip install --quiet --disable-pip-version-check --require-hashes -r ~/venv/uv.txt
 install="$HOME/venv/bin/uv pip install --quiet --compile-bytecode --python $HOME/venv/bin/python"

@@ -210,7 +210,7 @@ def _update_security_group(tree: Tree, ec2: Any) -> list[str]:
     group = groups[0]
     among_nodes = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group["GroupId"]}]}
     wanted = {rule for permission in (*ingress_permissions(tree), among_nodes) for rule in split_rules(permission)}
-    # The cards of nodes with eight GPUs (EFA) send to a group only by a rule that names it, whatever others allow.
+    # AWS's fast network cards (EFA) need an outgoing rule that names the group; one for all addresses is not enough.
     if not {*split_rules(among_nodes)} <= {rule for each in group["IpPermissionsEgress"] for rule in split_rules(each)}:
         ec2.authorize_security_group_egress(GroupId=group["GroupId"], IpPermissions=[among_nodes])
     current = {rule for permission in group["IpPermissions"] for rule in split_rules(permission)}
