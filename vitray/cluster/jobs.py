@@ -135,16 +135,18 @@ def find_job(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
 
 def stop(client: "JobSubmissionClient", *job_ids: str) -> list[ClusterJob]:
     """Stop jobs and wait until they have ended; their runs become KILLED in MLflow."""
-    for job_id in job_ids:
-        if find_job(client, job_id).status not in ENDED:
-            client.stop_job(job_id)
+    jobs = [find_job(client, job_id) for job_id in job_ids]
+    for job in jobs:
+        if job.status not in ENDED:
+            client.stop_job(job.id)
     seconds = STOP_GRACE + 15
     deadline = time.monotonic() + seconds
-    while running := [job_id for job_id in job_ids if find_job(client, job_id).status not in ENDED]:
+    while running := [job.id for job in jobs if job.status not in ENDED]:
         if time.monotonic() > deadline:
             raise RunError(f"{', '.join(running)}: not ended within {seconds} s; a log: vitray jobs {running[0]}")
         time.sleep(0.5)
-    return [find_job(client, job_id) for job_id in job_ids]
+        jobs = [job for job in list_jobs(client) if job.id in job_ids]
+    return jobs
 
 
 def follow(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
