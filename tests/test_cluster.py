@@ -372,8 +372,12 @@ def test_groups_of_an_ended_job_are_removed_unless_a_detached_actor_lives(ray_cl
 
 @pytest.mark.ray
 def test_groups_of_failed_starts_are_removed(ray_cluster):
-    """A group with a dead worker is removed at the second look, one without an actor after a minute of looks."""
+    """A group with a dead worker is removed at the second look, one without an actor after a minute of looks.
+
+    One that waits for its resources stays: a trial of a sweep waits for those of other jobs.
+    """
     import ray
+    from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     class Worker:  # local, so that Ray sends it by value
@@ -387,6 +391,7 @@ def test_groups_of_failed_starts_are_removed(ray_cluster):
         options = {"num_cpus": 0.001, "scheduling_strategy": strategy}
         actors[name] = [ray.remote(Worker).options(**options).remote() for _ in range(2 * (name != "starting"))]
         ray.get([actor.__ray_ready__.remote() for actor in actors[name]])
+    ids["waiting"] = (waiting := placement_group([{"CPU": 1000}])).id.hex()
     ray.kill(actors["broken"][0])
     deadline = time.monotonic() + 60
     looks: dict[str, int] = {}
@@ -395,12 +400,13 @@ def test_groups_of_failed_starts_are_removed(ray_cluster):
         time.sleep(0.1)
     assert groups() & set(ids.values()) == set(ids.values())
     looks = session.remove_abandoned_groups(looks, own_starts=True)
-    assert groups() & set(ids.values()) == {ids["running"], ids["starting"]}
+    assert groups() & set(ids.values()) == {ids["running"], ids["starting"], ids["waiting"]}
     for _ in range(session.CHECKS_WITHOUT_ACTOR - 3):
         looks = session.remove_abandoned_groups(looks, own_starts=True)
-    assert groups() & set(ids.values()) == {ids["running"], ids["starting"]}
+    assert groups() & set(ids.values()) == {ids["running"], ids["starting"], ids["waiting"]}
     session.remove_abandoned_groups(looks, own_starts=True)
-    assert groups() & set(ids.values()) == {ids["running"]}
+    assert groups() & set(ids.values()) == {ids["running"], ids["waiting"]}
+    ray.util.remove_placement_group(waiting)
     ray.util.remove_placement_group(ray.util.get_placement_group("running"))
 
 

@@ -658,6 +658,12 @@ def test_a_file_gets_a_line():
     assert stream.getvalue() == "  1/3 over; running 9x4; best 18x2 0.75; - left\n"
 
 
+def test_a_sweep_says_what_it_waits_for():
+    stream = io.StringIO()
+    SweepConsole(3, Goal(), RECORDS, stream).show(RECORDS | {"9x4": TrialRecord("waiting")})
+    assert "1/3 over, none running: a trial starts when its CPUs or GPUs are free; " in stream.getvalue()
+
+
 # ---- schedulers ------------------------------------------------------------------------------------------------------
 
 

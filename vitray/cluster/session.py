@@ -191,6 +191,7 @@ def remove_abandoned_groups(before: Mapping[str, int], *, own_starts: bool = Fal
     another group and forgets the placement group of the first, with its other workers. A group with a dead worker is
     removed at the second check: Ray Train never replaces a single worker, and removes such a group itself if it has not
     forgotten it. One without an actor, as a start that times out may leave, is removed later, as it may be starting.
+    One that still waits for its resources keeps none, and somebody waits for it: Ray Tune for hours, on a busy cluster.
     """
     import ray
     from ray.util.state import list_actors, list_jobs
@@ -212,7 +213,7 @@ def remove_abandoned_groups(before: Mapping[str, int], *, own_starts: bool = Fal
         place = group.placement_group_id
         if group.creator_job_id in ended:
             return True
-        if group.creator_job_id != own or (place in used and place not in failed):
+        if group.creator_job_id != own or group.state != "CREATED" or (place in used and place not in failed):
             return False
         checks[place] = before.get(place, 0) + 1
         return checks[place] >= (CHECKS_WITH_DEAD_WORKER if place in failed else CHECKS_WITHOUT_ACTOR)

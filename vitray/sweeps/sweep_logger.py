@@ -339,7 +339,11 @@ class SweepConsole:
         over = [record for record in records.values() if record.is_over]
         states = {state: sum(record.state == state for record in over) for state in ("stopped early", "failed")}
         details = ", ".join(f"{count} {state}" for state, count in states.items() if count)
-        return f"{len(over)}/{max(self._trials, len(records))} over{f' ({details})' if details else ''}"
+        total = max(self._trials, len(records))
+        text = f"{len(over)}/{total} over{f' ({details})' if details else ''}"
+        if len(over) < total and not any(record.state == "running" for record in records.values()):
+            text += ", none running: a trial starts when its CPUs or GPUs are free"
+        return text
 
     def _best(self, records: Mapping[str, TrialRecord]) -> str | None:
         scores = {name: record.score for name, record in records.items() if record.score is not None}
