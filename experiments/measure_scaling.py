@@ -199,13 +199,14 @@ def report(options: argparse.Namespace, readings: dict[tuple[str, int], list[Rea
 
 
 class ThreadBroadcast:
-    """The first consumer's value for all consumers, where these are threads."""
+    """One consumer's value for all consumers, where these are threads."""
 
     def __init__(self, threads: int) -> None:
         self._barrier, self._value = Barrier(threads, timeout=120), None
 
-    def __call__(self, value: Any) -> Any:
-        self._value = value or self._value
+    def __call__(self, value: Any, _rank: int = 0) -> Any:
+        if value is not None:  # the others' is None, or equal
+            self._value = value
         self._barrier.wait()
         value = self._value
         self._barrier.wait()

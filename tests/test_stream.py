@@ -11,6 +11,7 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain, pairwise
+from math import gcd
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ from vitray.data.stream.batches import HostBatch, Share, StreamSpec
 from vitray.data.stream.cache import decoded_split, forget_decoded
 from vitray.data.stream.decoding import decode_positions, locate_rows, read_rows
 from vitray.data.stream.epoch_order import DEAL, FIRST, LANES, REGION, Cut, EpochOrder, positions_of, ranks_of
+from vitray.data.stream.prefetch import dealt_order
 from vitray.data.stream.preview import sample_sheet
 from vitray.data.stream.ray_reader import RayReader
 from vitray.data.stream.stream import Stream
@@ -282,22 +284,40 @@ def test_a_worker_without_an_image_is_rejected():
     held=st.sampled_from([0, 3000, 9000, 10**6]),
     steps=st.tuples(st.integers(0, 40), st.integers(1, 60)),
     hurried=st.booleans(),
+    nodes=st.integers(1, 8),
 )
-def test_pieces_deal_each_worker_its_positions_in_turn(shared, repeats, rows, held, steps, hurried):
+def test_pieces_deal_each_worker_its_positions_in_turn(shared, repeats, rows, held, steps, hurried, nodes):
     batch, workers = shared
     cut = Cut(batch, workers, repeats, rows, held)
+    cut = cut._replace(executions=gcd(cut.teams, nodes))
+    readers = workers // cut.executions
     start, end = steps[0] * batch, (steps[0] + steps[1]) * batch
     pieces = list(cut.pieces(0, start, end, hurried=hurried))
     assert not hurried or pieces[0].end - start <= max(FIRST, rows)
-    dealt = [share for piece in pieces for share in cut.shares(piece)]
-    assert len(dealt) % workers == 0
-    assert sorted(cut.place(rank) for rank in range(workers)) == list(range(workers))
+    dealt_by = []
+    for execution in range(cut.executions):
+        own = [piece for piece in pieces if piece.team % cut.executions == execution]
+        dealt_by.append([share for piece in own for share in cut.shares(piece)])
+        assert len(dealt_by[-1]) % readers == 0
+        ranks = range(execution, workers, cut.executions)
+        assert sorted(cut.place(rank) for rank in ranks) == list(range(readers))
     positions = np.arange(start, end)
     for rank in range(workers):
-        shares = dealt[cut.place(rank) :: workers]
+        shares = dealt_by[rank % cut.executions][cut.place(rank) :: readers]
         assert all(np.array_equal(share, np.sort(share)) for share in shares)
         worker_positions = np.concatenate(shares)
         assert np.array_equal(np.sort(worker_positions), positions[ranks_of(positions, batch, workers) == rank])
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), data=st.data())
+def test_ranks_are_dealt_to_the_nodes_in_turn(sizes, data):
+    nodes = data.draw(st.permutations([str(node) for node, size in enumerate(sizes) for _ in range(size)]))
+    order = dealt_order(nodes)
+    assert order[0] == 0
+    assert sorted(order) == list(range(len(nodes)))
+    if len(set(sizes)) == 1:
+        dealt, count = [nodes[rank] for rank in order], len(sizes)
+        assert all(dealt[rank] == dealt[rank % count] for rank in range(len(nodes)))
 
 
 @pytest.mark.parametrize("size", [160, 224, 384, 512])
@@ -389,13 +409,13 @@ def train_stream(dataset, **kind) -> Stream:
     return Stream(dataset, spec, RayReader)
 
 
-def on_workers(stream: Stream, workers: int, batches) -> list[list[HostBatch]]:
+def on_workers(stream: Stream, workers: int, batches, nodes=1) -> list[list[HostBatch]]:
     """Return the batches of each worker; workers are concurrent threads, each with its own stream."""
     broadcast = ThreadBroadcast(workers)
     streams = [Stream(stream.dataset, stream.spec, RayReader) for _ in range(workers)]
 
     def work(rank: int) -> list[HostBatch]:
-        return list(batches(streams[rank], Share(rank, workers, broadcast)))
+        return list(batches(streams[rank], Share(rank, workers, broadcast, nodes)))
 
     with ThreadPoolExecutor(workers) as pool:
         results = list(pool.map(work, range(workers)))
@@ -413,10 +433,11 @@ def finished(images: np.ndarray, *draws: Draws) -> np.ndarray:
     return views.numpy()
 
 
-def images_of_epoch(stream: Stream, workers: int, epoch=0, step=0) -> dict[int, tuple[int, int, str]]:
+def images_of_epoch(stream: Stream, workers: int, epoch=0, step=0, nodes=1) -> dict[int, tuple[int, int, str]]:
     """Return {position: (row, label, pixels)} of an epoch, and check the steps and shares of every worker."""
     images, start, end = {}, epoch * stream.steps + step, (epoch + 1) * stream.steps
-    for rank, batches in enumerate(on_workers(stream, workers, lambda own, share: own.train(start, end, share))):
+    trained = on_workers(stream, workers, lambda own, share: own.train(start, end, share), nodes)
+    for rank, batches in enumerate(trained):
         assert len(batches) == end - start
         for batch in batches:
             assert len(batch.images) == len(positions_of(0, stream.spec.batch, rank, workers))
@@ -495,6 +516,41 @@ def test_the_stream_follows_the_planned_order(dataset, one_worker):
 @pytest.mark.parametrize("workers", [2, *SLOW_WORKERS, 5])
 def test_any_number_of_workers_sees_the_same_pixels(dataset, one_worker, workers):
     assert images_of_epoch(train_stream(dataset), workers) == one_worker
+
+
+@pytest.mark.ray
+def test_each_node_may_have_its_own_execution(dataset, one_worker, monkeypatch):
+    execute, shares = RayReader._execute, []
+
+    def observed(reader, pieces, cut, *, shuffled):
+        shares.append({piece.team % cut.executions for piece in pieces})
+        return execute(reader, pieces, cut, shuffled=shuffled)
+
+    monkeypatch.setattr(RayReader, "_execute", observed)
+    monkeypatch.setattr(ray_reader, "CPUS_PER_EXECUTION", 1)
+    assert images_of_epoch(train_stream(dataset), 4, nodes=2) == one_worker
+    assert sorted(shares, key=min) == [{0}, {1}]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "nodes", "divided"),
+    [
+        ([96.0] * 8, 8, (8, True)),
+        ([96.0] * 8 + [4.0], 8, (8, False)),  # the head decodes, too
+        ([96.0] * 16, 16, (8, False)),  # one for two nodes
+        ([96.0] * 3, 3, (1, False)),  # no team of 24 workers is on one of three nodes
+        ([16.0] * 4, 4, (2, False)),
+        ([4.0] * 8, 8, (1, False)),
+        ([96.0], 1, (1, False)),
+    ],
+)
+def test_large_nodes_have_their_own_executions(dataset, monkeypatch, cpus, nodes, divided):
+    alive = [{"Alive": True, "Resources": {"CPU": number}} for number in cpus]
+    lost = [{"Alive": False, "Resources": {"CPU": 96.0}}, {"Alive": True, "Resources": {}}]
+    monkeypatch.setattr(ray_reader.ray, "nodes", lambda: [*alive, *lost])
+    cut = Cut.fitting(3 * 16 * 16, 10**9, 16 * 8 * nodes, 8 * nodes)
+    cut = RayReader(train_stream(dataset))._divided(cut, nodes)
+    assert (cut.executions, cut.is_local) == divided
 
 
 AUGMENT = Augment.model_validate({"policy": {"kind": "randaugment", "chance": 0.8}, "jitter": 0.3})

@@ -21,8 +21,8 @@ from ray.exceptions import GetTimeoutError
 
 from vitray.config import Run
 from vitray.data.augment.mixing import DeviceBatch
-from vitray.data.stream.batches import HostBatch, Share
-from vitray.data.stream.prefetch import Prefetcher, all_reduce_max, new_broadcast
+from vitray.data.stream.batches import HostBatch
+from vitray.data.stream.prefetch import Prefetcher, all_reduce_max, new_share
 from vitray.errors import ConfigError, RunError
 from vitray.runs.placement import await_nodes, place_workers
 from vitray.runs.ray_host import ENVIRONMENT, RayStart
@@ -98,8 +98,8 @@ class DataWorker:
         torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
         host: Any = self
         self._learner = wrap_model(build_learner(run, host), run)
-        self._share = Share(self._rank, self._workers, new_broadcast())
-        self._agreed = new_broadcast()
+        self._share = new_share(self._rank, self._workers, ray.get_runtime_context().get_node_id())
+        self._agreed = new_share(self._rank, self._workers).broadcast
         return circumstances(self.device, self._start.threads)
 
     def measure(self, part: Part, seconds: float) -> Measured:

@@ -22,7 +22,7 @@ from vitray.data.shards.manifest import open_dataset
 from vitray.data.stream.batches import HostBatch, Share, StreamSpec
 from vitray.data.stream.decoder import DecodeThread
 from vitray.data.stream.local_reader import LocalReader
-from vitray.data.stream.prefetch import Prefetcher, all_reduce_max, new_broadcast
+from vitray.data.stream.prefetch import Prefetcher, all_reduce_max, new_share
 from vitray.data.stream.stream import Reader, Stream
 from vitray.errors import ConfigError
 from vitray.system import storage
@@ -93,7 +93,7 @@ class Loader:
         self._decoders = max(1, session.local_cpus() // neighbors - 1) if decoders is None else decoders
         # One worker agrees with nobody: others of its process group need not have a loader.
         self._agrees = self._on_ray and workers > 1
-        self._share = Share(rank, workers, new_broadcast()) if self._agrees else Share(rank, workers)
+        self._share = new_share(rank, workers) if self._agrees else Share(rank, workers)
         self._stream = Stream(open_dataset(storage.absolute(os.fspath(dataset))), self._spec(), self._reader)
         if self._settings.augment and not self._stream.steps:
             raise ConfigError(f"Loader: batch: got {batch}, expected at most the {self._stream.images} images")

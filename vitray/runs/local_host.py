@@ -52,6 +52,7 @@ class LocalHost:
         The first worker has the mailbox. Only a trial waits for decisions of its sweep.
         """
         self.rank, self.workers = place
+        self.node = ""
         self.device, self.threads, self.stop_requested = device, threads, is_stop_requested
         self._resolved, self._run_dir, self._owner = resolved, run_dir, owner
         self._decoders, self._check, self._mailbox = decoders, check, mailbox

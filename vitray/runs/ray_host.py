@@ -101,6 +101,7 @@ class RayHost:
     def __init__(self, start: RayStart) -> None:
         session = ray.train.get_context()
         self.rank, self.workers = session.get_world_rank(), session.get_world_size()
+        self.node = ray.get_runtime_context().get_node_id()
         self.device, self.threads = ray.train.torch.get_device(), start.threads
         self.load, self.open_stream, self.unfinished = start.load, start.open_stream, unfinished
         self._start, self._mailbox, self._node = start, start.mailbox, socket.gethostname()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vitray.config import Run
 from vitray.data.stream.batches import HostBatch, Share
-from vitray.data.stream.prefetch import Prefetcher, new_broadcast
+from vitray.data.stream.prefetch import Prefetcher, new_share
 from vitray.data.stream.stream import Stream
 from vitray.metrics.scores import (
     EvaluationSet,
@@ -44,7 +44,7 @@ class Evaluator:
         self.latest_step: int | None = None
         """The step of the last evaluation that was started."""
         self._run_dir, self._host, self._learner = run_dir, host, learner
-        share = Share(host.rank, host.workers, new_broadcast())
+        share = new_share(host.rank, host.workers, host.node)
         self._scorer = None
         if resolved.run.evaluate.where == "workers":
             val = host.open_stream(evaluation_spec(resolved))

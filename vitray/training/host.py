@@ -45,6 +45,8 @@ class Host(Protocol):
 
     rank: int
     workers: int
+    node: str
+    """A name of this machine, if a platform decodes for the workers of several; else the same for all."""
     device: torch.device
     threads: int
     """Compute threads of a CPU worker."""

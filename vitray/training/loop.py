@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vitray.data.stream.batches import Share
 from vitray.data.stream.decoding import read_rows
-from vitray.data.stream.prefetch import Prefetcher, all_reduce_max, new_broadcast
+from vitray.data.stream.prefetch import Prefetcher, all_reduce_max, new_share
 from vitray.data.stream.stream import Stream
 from vitray.metrics.scores import gather_names
 from vitray.models.precision import precision_on
@@ -156,7 +156,7 @@ class Progress:
 def start_worker(resolved: ResolvedRun, run_dir: str, host: Host) -> tuple[Worker, TrainState]:
     """Return the parts of this worker and the state of the last checkpoint; all workers call this together."""
     run, device = resolved.run, host.device
-    share = Share(host.rank, host.workers, new_broadcast())
+    share = new_share(host.rank, host.workers, host.node)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     precision, mode = precision_on(device, run.compute.precision), run.compute.compile_on(device.type)
     host.send(WorkersStarted(name, host.workers, precision, mode))

@@ -12,17 +12,20 @@ from vitray.data.augment.draws import Draws
 from vitray.data.augment.views import ViewKind
 
 
-def _unchanged(value: Any) -> Any:
+def _unchanged(value: Any, _rank: int = 0) -> Any:
     return value
 
 
 class Share(NamedTuple):
-    """The part of one worker: its rank among all workers."""
+    """The part of one worker."""
 
     rank: int
+    """Among all workers, one node after another in turn: ranks 0 to nodes - 1 are on different nodes."""
     workers: int
-    broadcast: Callable[[Any], Any] = _unchanged
-    """Returns the first worker's value on every worker; all of them call it."""
+    broadcast: Callable[..., Any] = _unchanged
+    """Returns the value of the worker of a rank, the first one by default, on every worker; all of them call it."""
+    nodes: int = 1
+    """Nodes of the workers, each with equally many of them."""
 
 
 class HostBatch(NamedTuple):

@@ -18,7 +18,8 @@ number of workers does not divide the pairs, as in elastic training, some worker
 A task decodes a piece: a range of positions, restricted to neighboring lanes of the order. It contains the rows of few
 row groups, whatever the number of workers. Where that number allows it, the workers form teams that own disjoint lanes:
 a piece then serves one team. It yields one block for each member of its team, an empty one included, so that pieces in
-their order deal one block to every worker in turn.
+their order deal one block to every worker in turn. Teams may be divided among executions, each with its own pieces: a
+team is on one node where the number of nodes divides that of teams, and so is its execution.
 Shapes: L lanes, 2 halves of a lane, P pairs of a lane.
 """
 
@@ -231,6 +232,10 @@ class Cut(NamedTuple):
     """The most rows of a piece, and so of a block."""
     held: int
     """The most rows that all workers together may hold while they wait for a step's last block."""
+    executions: int = 1
+    """Among which the teams are divided, in turn: worker r reads from execution r % executions."""
+    is_local: bool = False
+    """Whether an execution decodes on the node of its workers."""
 
     @staticmethod
     def fitting(image: int, memory: int, batch: int, workers: int, repeats: int = 1) -> "Cut":
@@ -265,8 +270,10 @@ class Cut(NamedTuple):
         return self.workers // self.teams
 
     def place(self, rank: int) -> int:
-        """Return the place of a worker in the order in which pieces deal their blocks."""
-        return DEAL[rank % self.teams] * self.teams // LANES * self.members + rank // self.teams
+        """Return the place of a worker in the order in which the pieces of its execution deal their blocks."""
+        team = rank % self.teams
+        before = sum(DEAL[other] < DEAL[team] for other in range(team % self.executions, self.teams, self.executions))
+        return before * self.members + rank // self.teams
 
     def pieces(self, epoch: int, start: int, end: int, *, hurried: bool = False) -> Iterator[Piece]:
         """Yield the pieces of positions `start` to `end` of an epoch, in order; if hurried, the first ones are short.

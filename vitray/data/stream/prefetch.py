@@ -4,7 +4,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitray.data.augment.mixing import DeviceBatch
-from vitray.data.stream.batches import HostBatch
+from vitray.data.stream.batches import HostBatch, Share
 
 # Batches that wait ready; more of them would only hide longer pauses in reading.
 AHEAD = 2
@@ -118,21 +119,36 @@ class Prefetcher:
 # ---- what workers agree on -------------------------------------------------------------------------------------------
 
 
-def new_broadcast() -> Callable[[Any], Any]:
-    """Return a function that returns the first worker's value on every worker; all workers call both.
+def new_share(rank: int, workers: int, node: str = "") -> Share:
+    """Return the part of a worker, of which the node has a name; all workers call this.
 
-    It has a process group of its own: the threads that read ahead use it while the main thread trains.
+    Its broadcast has a process group of its own: the threads that read ahead use it while the main thread trains.
     """
     if not dist.is_initialized():
-        return lambda value: value
+        return Share(rank, workers)
     group: Any = dist.new_group(backend="gloo")
+    nodes = [node] * dist.get_world_size()
+    dist.all_gather_object(nodes, node, group=group)
+    order = dealt_order(nodes)
 
-    def broadcast(value: Any) -> Any:
+    def broadcast(value: Any, rank: int = 0) -> Any:
         values = [value]
-        dist.broadcast_object_list(values, 0, group=group)
+        dist.broadcast_object_list(values, order[rank], group=group)
         return values[0]
 
-    return broadcast
+    sizes = Counter(nodes)
+    return Share(order.index(rank), workers, broadcast, len(sizes) if len({*sizes.values()}) == 1 else 1)
+
+
+def dealt_order(nodes: Sequence[str]) -> list[int]:
+    """Return all ranks in an order that takes one of each node in turn; `nodes` has the node of each."""
+    taken: Counter[str] = Counter()
+    turns = []
+    for node in nodes:
+        turns.append(taken[node])
+        taken[node] += 1
+    first = {node: nodes.index(node) for node in taken}
+    return sorted(range(len(nodes)), key=lambda rank: (turns[rank], first[nodes[rank]]))
 
 
 def all_reduce_max(number: int, device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 One execution serves all workers: from_items(pieces) -> map_batches(read, decode, augment) -> streaming_split. The
 pieces are planned (epoch_order.py): Ray neither drops nor moves an image, it deals their blocks to the workers in turn.
+On large nodes each has an execution of its own, whose blocks stay there.
 """
 
 import logging
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,9 @@ for _name, _words in UNTRUE_WARNINGS.items():
 FIRST_PIECES, PIECES_AT_ONCE, PIECES_AHEAD = 256, 8192, 1024
 # Blocks that Ray fetches for a worker ahead of its reading.
 BLOCKS_AHEAD = 2
+# CPUs that a node has for each execution, at least, and the share of the CPUs that are on such nodes: Ray Data gives
+# each execution whole CPUs of each node, during a change of executions to twice as many, and to an evaluation.
+CPUS_PER_EXECUTION, MOST_CPUS = 8, 0.9
 
 
 class RayReader:
@@ -60,7 +65,7 @@ class RayReader:
     def train(self, steps: range, share: Share) -> Generator[Images, None, None]:
         spec, epoch_steps = self._stream.spec, self._stream.steps
         # The first worker decides: the cluster's memory may change between the queries of several workers.
-        cut = share.broadcast(self._cut(share.workers, spec.repeats))
+        cut = share.broadcast(self._divided(self._cut(share.workers, spec.repeats), share.nodes))
         executions, ahead = self._execution_ranges(steps, cut)
         # The next execution starts in a thread before this one ends, so that no worker waits at the change.
         opener, following = ThreadPoolExecutor(1), None
@@ -125,14 +130,28 @@ class RayReader:
     def _cut(self, workers: int, repeats: int) -> Cut:
         return Cut.fitting(self._stream.spec.image_bytes, self._memory, self._stream.spec.batch, workers, repeats)
 
+    def _divided(self, cut: Cut, nodes: int) -> Cut:
+        """Return a cut whose teams are divided among as many executions as nodes, or fewer: one hands out few blocks.
+
+        An execution for each node decodes there, unless other nodes have CPUs, too.
+        """
+        executions = gcd(cut.teams, nodes)
+        cpus = [cpus for node in ray.nodes() if node["Alive"] and (cpus := node["Resources"].get("CPU", 0.0))]
+        while executions > 1 and sum(n for n in cpus if n >= CPUS_PER_EXECUTION * executions) < MOST_CPUS * sum(cpus):
+            executions //= 2
+        return cut._replace(executions=executions, is_local=1 < executions == nodes == len(cpus))
+
     @property
     def _memory(self) -> int:
         return self._stream.spec.memory or int(ray.cluster_resources()["object_store_memory"]) // 4
 
     def _open_training(self, steps: range, cut: Cut, share: Share, *, hurried: bool = False) -> Iterator[Images]:
-        """Start an execution for some steps of the run, and return this worker's blocks; a step waits for the first."""
+        """Start an execution for some steps of the run, and return this worker's blocks; a step waits for the first.
+
+        The first worker of an execution starts it, and Ray hands out its blocks on that worker's node.
+        """
         iterators, first, last = None, steps.start, steps.stop
-        if share.rank == 0:
+        if share.rank < cut.executions:
             self._executions = self._executions[-1:]
             batch, length = self._stream.spec.batch, self._stream.steps
             pieces = chain.from_iterable(
@@ -144,10 +163,11 @@ class RayReader:
                 )
                 for epoch in range(first // length, -(-last // length))
             )
-            iterators = self._execute(list(pieces), cut, shuffled=True)
+            own = [piece for piece in pieces if piece.team % cut.executions == share.rank]
+            iterators = self._execute(own, cut, shuffled=True)
             self._executions.append(iterators)
-        iterators = share.broadcast(iterators)
-        return _started(iterators[cut.place(share.rank)])
+        opened = [share.broadcast(iterators if share.rank == rank else None, rank) for rank in range(cut.executions)]
+        return _started(opened[share.rank % cut.executions][cut.place(share.rank)])
 
     def _execute(self, pieces: list[Piece], cut: Cut, *, shuffled: bool) -> list[DataIterator]:
         """Return an iterator over the blocks of each worker, in the order of their places."""
@@ -157,7 +177,9 @@ class RayReader:
         order, view = self._stream.order(0 if shuffled else None), self._stream.view(0)
         shared = ray.put((source, order, view, cut))  # once, not with every task
         items = ray.data.from_items([piece._asdict() for piece in pieces], override_num_blocks=len(pieces))
-        blocks = items.map_batches(partial(_decode_piece, shared=shared), batch_size=1)  # pyright: ignore[reportArgumentType]
+        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()} if cut.is_local else None
+        decode: Any = partial(_decode_piece, shared=shared)
+        blocks = items.map_batches(decode, batch_size=1, label_selector=here)
         context = blocks.context
         context.execution_options.preserve_order = True
         # Smaller than any row, so that each row, which holds all images of a block, becomes a block of Ray's.
@@ -165,13 +187,16 @@ class RayReader:
         # Ray pauses a task that is some unread blocks ahead, and a paused task keeps its CPU: evaluation would wait for
         # the CPUs of a training stream that waits for evaluation. So a task may leave all of its blocks unread.
         context._max_num_blocks_in_streaming_gen_buffer = cut.members + 1
-        limits = ExecutionResources(cpu=self._stream.spec.cpus, object_store_memory=self._memory)
+        cpus, executions = self._stream.spec.cpus, cut.executions
+        limits = ExecutionResources(
+            cpu=None if cpus is None else max(1, cpus // executions), object_store_memory=self._memory // executions
+        )
         context.execution_options.resource_limits = limits
         context.enable_progress_bars = False
         context.print_on_execution_start = False
         if cut.workers > 1:
             # Each block has one row for Ray, so that equal shares are dealt in turn.
-            return blocks.streaming_split(cut.workers, equal=False)
+            return blocks.streaming_split(cut.workers // executions, equal=False)
         return [blocks.materialize().iterator() if shuffled and self._bulk(cut) else blocks.iterator()]
 
 
