@@ -1,4 +1,4 @@
-"""vitray sweep RECIPE SPACE [setting=value ...]: train every point of a search space, on Ray Tune."""
+"""vitray sweep RECIPE SPACE [setting=value ...]: train every point of a search space, on Ray Tune or without Ray."""
 
 import argparse
 from typing import Any
@@ -22,6 +22,8 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--retry-failed", action="store_true", help="start the failed trials of sweep NAME again")
     parser.add_argument("--out", default="sweeps", help="folder of all sweeps, or s3:// (default: %(default)s)")
     parser.add_argument("--add", action="append", default=[], metavar="setting=value", help="one more value of a grid")
+    text = "train the trials in this process, without Ray; several such commands of one --name share them"
+    parser.add_argument("--here", action="store_true", help=text)
     parser.add_argument("--dry-run", action="store_true", help="check every trial, and print the plan")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     options = parser.parse_intermixed_args(args)
@@ -37,6 +39,11 @@ def main(args: list[str]) -> dict[str, Any]:
     if options.retry_failed:
         retry_failed(inputs.space, name, options.out)
     command = verbs.sweep_command(options.recipe, options.space, options.settings, options.add, name, options.out)
+    if options.here:
+        from vitray.sweeps.sweep_here import sweep_here
+
+        outcome = sweep_here(inputs.recipe, inputs.space, name, options.out, f"{command} --here")
+        return {"name": name} if outcome is None else outcome._asdict()
     return sweep(inputs.recipe, inputs.space, name, options.out, command, inputs.stages)._asdict()
 
 

@@ -45,6 +45,13 @@ def test_one_node_is_shared_and_has_no_token(tmp_path):
     assert "exec srun --cpus-per-task=8 " in text
 
 
+def test_the_jobs_of_an_array_share_a_sweep(capsys):
+    assert main(["slurm", "--array", "8", "--gpus", "1", "sweep", "demo", "demo_lr", "--name", "rates"]) == 0
+    text = capsys.readouterr().out
+    assert {"--array=1-8", "--output=%x-%A_%a.log", "--gpus-per-node=1", "--requeue"} <= set(options_of(text))
+    assert text.endswith(" sweep demo demo_lr --name rates --here\n")
+
+
 def test_the_token_is_new_in_each_job(tmp_path):
     text = script(Allocation(2), "demo", ["train", "demo", "--name", "demo"], tmp_path)
     line = next(line for line in text.splitlines() if "RAY_AUTH_TOKEN" in line)
@@ -87,6 +94,7 @@ def test_a_job_has_a_name_by_which_it_goes_on(words, name, added):
         (["--time", "soon"], "--time: got soon, expected as in 90"),
         (["--sbatch", "qos=high"], "--sbatch: got 'qos=high', expected an option of sbatch"),
         (["--sbatch=--qos=a\nrm x"], "--sbatch: got "),
+        (["--array", "8"], "--array: expected verb sweep and --nodes 1"),
     ],
 )
 def test_bad_input_is_one_message(capsys, options, message):
@@ -235,6 +243,18 @@ def test_a_disturbed_job_has_the_weights_of_an_undisturbed_one(first, tmp_path):
         (tmp_path / "runs" / name / "model" / "model.safetensors").read_bytes() for name in ("alone", "disturbed")
     }
     assert len(contents) == 1
+    (tmp_path / "rates.yaml").write_text("space: {optim.lr: {grid: [1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3]}}")
+    own = ["compute.workers=1", "optim.duration=200 steps"]
+    shared = [setting for setting in train[2:-3] if str(setting).partition("=")[0] not in " ".join(own)]
+    sweep = ["sweep", "demo", tmp_path / "rates.yaml", *shared, *own]
+    array = [PYTHON, "-m", "pipelines", "slurm", "--array", "2", "--cpus", "2", *slurm[6:]]
+    job = json.loads(first.call([*array, *sweep, "--out", tmp_path, "--name", "rates"]).splitlines()[-1])["job"]
+    until(lambda: state(job).split() == ["COMPLETED"] * 2, 300, "the array", tmp_path / f"rates-{job}_1.log")
+    logs = [(tmp_path / f"rates-{job}_{number}.log").read_text() for number in (1, 2)]
+    trained = [set(re.findall(r"^  (lr=\S+) is finished", log, re.M)) for log in logs]
+    assert all(trained)
+    assert (len(trained[0] | trained[1]), trained[0] & trained[1]) == (4, set())
+    assert sum("4 finished" in log for log in logs) == 1
     # Nothing of a job is left: no Ray, no folder.
     assert not [name for host in first.site.hosts.values() for name in host.processes("ray")]
     assert not list(first.seen(first.own).glob("vitray-slurm-*"))

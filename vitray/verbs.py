@@ -333,6 +333,7 @@ def sweep(
     name: str | None = None,
     out: Address = "sweeps",
     add: Settings = (),
+    here: bool = False,
 ) -> "SavedSweep":
     """Train every point of a search space, on Ray Tune; the same name resumes an interrupted sweep.
 
@@ -341,15 +342,22 @@ def sweep(
     `name`: of the sweep; None is made of the space and the time
     `out`: the folder of all sweeps, or s3://
     `add`: one more value of a grid, as in `{"optim.lr": 0.1}`
+    `here`: train the trials in this process, without Ray; several processes share those of one name
     """
     from vitray.sweeps.saved_sweep import open_sweep
-    from vitray.sweeps.sweep import sweep as sweep_verb
 
     words, additions = _words(settings), _words(add)
     inputs = read_sweep(recipe, space, words, additions)
     name, out = sweep_name(space, name), os.fspath(out)
     command = sweep_command(recipe, space, words, additions, name, out)
-    sweep_verb(inputs.recipe, inputs.space, name, out, command, inputs.stages)
+    if here:
+        from vitray.sweeps.sweep_here import sweep_here
+
+        sweep_here(inputs.recipe, inputs.space, name, out, f"{command} --here")
+    else:
+        from vitray.sweeps.sweep import sweep as sweep_verb
+
+        sweep_verb(inputs.recipe, inputs.space, name, out, command, inputs.stages)
     return open_sweep(name, out)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vitray.errors import ConfigError, RunError, one_line
+from vitray.system.processes import usable_cpus
 from vitray.system.scratch import temporary_folder
 
 # Set before Ray is imported, unless the user has set them.
@@ -294,7 +295,7 @@ def _list_options() -> Any:
 def local_cpus() -> int:
     """Return the number of CPUs that a local Ray gets."""
     # At least two, even on one core, as Ray only counts them: workers leave one of them to decode images.
-    return max(2, os.cpu_count() or 1)
+    return max(2, usable_cpus())
 
 
 def job_dir() -> Path | None:

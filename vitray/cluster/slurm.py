@@ -31,10 +31,13 @@ class Allocation(NamedTuple):
     time: str | None = None
     options: Sequence[str] = ()
     """Further options of sbatch."""
+    array: int | None = None
+    """Jobs of the same script; None: one, and no array."""
 
     def check(self) -> None:
         """Raise a ConfigError for what Slurm would not take."""
-        for name, value, least in (("nodes", self.nodes, 1), ("gpus", self.gpus, 0), ("cpus", self.cpus, 1)):
+        least_of = {"nodes": (self.nodes, 1), "gpus": (self.gpus, 0), "cpus": (self.cpus, 1), "array": (self.array, 1)}
+        for name, (value, least) in least_of.items():
             if value is not None and value < least:
                 raise ConfigError(f"--{name}: got {value}, expected at least {least}")
         if self.time is not None and not TIME.fullmatch(self.time):
@@ -59,7 +62,11 @@ def job_words(words: Sequence[str]) -> tuple[str, list[str]]:
 def script(allocation: Allocation, name: str, words: Sequence[str], folder: Path) -> str:
     """Return the batch script of `vitray WORDS...`, run in a folder that all nodes see."""
     allocation.check()
-    options = [f"--job-name={shlex.quote(name)}", f"--chdir={shlex.quote(str(folder))}", "--output=%x-%j.log"]
+    options = [f"--job-name={shlex.quote(name)}", f"--chdir={shlex.quote(str(folder))}"]
+    if allocation.array:
+        options += [f"--array=1-{allocation.array}", "--output=%x-%A_%a.log"]
+    else:
+        options.append("--output=%x-%j.log")
     options += [f"--nodes={allocation.nodes}", "--ntasks-per-node=1"]
     if allocation.gpus:
         options.append(f"--gpus-per-node={allocation.gpus}")

@@ -49,6 +49,8 @@ class TrialHook(NamedTuple):
     """CPUs of the trial's process, which then trains by itself; None trains with workers on Ray."""
     stop_requested: threading.Event | None = None
     """Set when the sweep is interrupted: the run then saves a checkpoint and ends."""
+    is_quiet: bool = True
+    """Whether the run prints nothing."""
 
 
 def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:

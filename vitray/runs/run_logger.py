@@ -164,7 +164,8 @@ class RunLogger:
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._device, self._precision = "CPU", "fp32"
         self._best = BestCheckpoint()
-        self._wait_warning = WaitWarning(resolved.run.data, placement.use_gpu, placement.is_here and not hook)
+        is_here = placement.is_here and not (hook and hook.own_cpus)  # a trial on Ray Tune could cache pixels
+        self._wait_warning = WaitWarning(resolved.run.data, placement.use_gpu, is_here)
         self._has_pictures = False
         self._datasets = run_datasets(resolved)
         self._stopped = threading.Event()

@@ -86,7 +86,7 @@ def _lead(
     group: "Group | None" = None,
 ) -> Outcome:
     """Train on Ray, or with the processes of a group."""
-    console = Console(quiet=hook is not None)
+    console = Console(quiet=hook is not None and hook.is_quiet)
     resolved = resolve(run, hook.dataset if hook else None)
     out = storage.absolute(out)
     run_dir = storage.join(out, name)

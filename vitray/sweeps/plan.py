@@ -268,10 +268,7 @@ def dry_run(base: Run, space: Space, stage_recipes: Mapping[str, Recipe]) -> dic
         with session.ray_session():
             plan = plan_sweep(base, space, cluster_nodes(), ready=False)
     else:
-        import torch
-
-        here = Node(cpus=session.local_cpus(), gpus=torch.cuda.device_count())
-        plan = plan_sweep(base, space, [here], ready=False)
+        plan = plan_sweep(base, space, [this_machine()], ready=False)
     points = {} if space.search.traits.learns else plan.points
     names = [f"  {name}" for name in points] or [f"  {space.search.kind} draws each point from earlier results"]
     lines = [f"  before: {stage.name} {', '.join(stage.cases)}" for stage in stages]
@@ -283,6 +280,13 @@ def dry_run(base: Run, space: Space, stage_recipes: Mapping[str, Recipe]) -> dic
         "waves": plan.capacity.waves(plan.trials),
         "points": [dict(point.settings) for point in points.values()],
     }
+
+
+def this_machine() -> Node:
+    """Return the resources of this machine that this process may use."""
+    import torch
+
+    return Node(cpus=session.local_cpus(), gpus=torch.cuda.device_count())
 
 
 def cluster_nodes() -> list[Node]:

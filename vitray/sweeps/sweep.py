@@ -12,14 +12,14 @@ from vitray.config import Run, load_run
 from vitray.errors import ConfigError
 from vitray.runs.placement import await_nodes
 from vitray.runs.resolve import check_storage, difference
-from vitray.sweeps.plan import SWEEP_META, Recipe, cluster_nodes, plan_stages, plan_sweep
+from vitray.sweeps.plan import SWEEP_META, Recipe, SweepPlan, cluster_nodes, plan_stages, plan_sweep
 from vitray.sweeps.space import STAGES_DIR, Space
 from vitray.system import storage
 from vitray.system.lease import own_folder
 from vitray.system.storage import scratch_folder
 
 if TYPE_CHECKING:
-    from vitray.sweeps.sweep_logger import SweepOutcome
+    from vitray.sweeps.sweep_logger import SweepLogger, SweepOutcome
 
 
 def sweep(
@@ -42,21 +42,34 @@ def sweep(
         for stage in stages:
             sweep(stage.recipe, stage.space, storage.join(name, STAGES_DIR, stage.name), out, command)
         plan = plan_sweep(base, space, cluster_nodes(), sweep_dir)
-        uid, starts, began = begin_sweep(sweep_dir, name, base, plan.space)
-        print(f"\n  {name}: {plan.summary}\n", file=sys.stderr, flush=True)
-        from vitray.sweeps.sweep_logger import SweepLogger  # imports torch and MLflow, which takes seconds
-        from vitray.sweeps.trial_store import TrialStore
-
-        store = TrialStore(sweep_dir, plan.base, plan.points, space.search.traits.learns, ownership.id)
-        logger = SweepLogger(plan, store, recipe, name=name, command=command, uid=uid, starts=starts, began=began)
-        with logger:
+        with begun(plan, recipe, name, command, sweep_dir, ownership.id) as logger:
+            store = logger.store
             if len(store.trials) < plan.trials or not all(record.is_over for record in store.records().values()):
                 from vitray.sweeps.tuning import run_trials  # imports Tune, which takes seconds
 
                 # Once for all trials, whose worker groups start in this job.
                 with session.abandoned_groups_removed(session.START_CLEANUP_INTERVAL, own_starts=True):
-                    run_trials(plan, store, uid, ownership)
+                    run_trials(plan, store, logger.uid, ownership)
             return logger.finish()
+
+
+def begun(
+    plan: SweepPlan, recipe: Recipe, name: str, command: str, sweep_dir: str, owner: str, *, follows: bool = True
+) -> "SweepLogger":
+    """Write that the sweep of a plan begins or goes on, print its plan if it is followed, and return its logger.
+
+    This process has to own the folder; `follows`: whether it shows what other processes train.
+    """
+    uid, starts, began = begin_sweep(sweep_dir, name, recipe.run, plan.space)
+    if follows:
+        print(f"\n  {name}: {plan.summary}\n", file=sys.stderr, flush=True)
+    from vitray.sweeps.sweep_logger import SweepLogger  # imports torch and MLflow, which takes seconds
+    from vitray.sweeps.trial_store import TrialStore
+
+    store = TrialStore(sweep_dir, plan.base, plan.points, plan.space.search.traits.learns, owner)
+    return SweepLogger(
+        plan, store, recipe, name=name, command=command, uid=uid, starts=starts, began=began, follows=follows
+    )
 
 
 def retry_failed(space: Space, name: str, out: str) -> None:

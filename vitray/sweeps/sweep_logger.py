@@ -75,10 +75,14 @@ class SweepLogger:
         uid: str,
         starts: int,
         began: float,
+        follows: bool = True,
     ) -> None:
-        """`command` repeats or resumes the sweep, which started this many times, first at `began` since 1970."""
+        """`command` repeats or resumes the sweep, which started this many times, first at `began` since 1970.
+
+        `uid` is that of its run in MLflow; `follows`: whether the console shows its trials.
+        """
         self.plan, self.store, self.recipe, base = plan, store, recipe, recipe.run
-        self.name, self.command, self.began = name, command, began
+        self.name, self.command, self.uid, self.began, self._follows = name, command, uid, began, follows
         self._console = SweepConsole(plan.trials, plan.space.goal, store.records())
         self._reported, self._reported_over = 0.0, -1
         self._stopped, self._fault = threading.Event(), ""
@@ -182,7 +186,8 @@ class SweepLogger:
     def update(self) -> None:
         """Show the progress, and write a report if a trial has ended and the last report is old enough."""
         records = self.store.records()
-        self._console.show(records)
+        if self._follows:
+            self._console.show(records)
         self.store.retry_points()
         self.store.read_ends()
         over = sum(record.is_over for record in records.values())
@@ -220,7 +225,8 @@ class SweepLogger:
             self._tracker.metrics(self._reported_over, {f"best/{space.goal.metric.replace('/', '_')}": best})
         self._tracker.describe(self._description(trials))
         self._reported = time.monotonic()
-        self._console.show(records)
+        if self._follows:
+            self._console.show(records)
         return trials
 
     def _trial_result(self, name: str) -> TrialResult:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import queue
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +24,14 @@ from vitray.sweeps.population import CONTINUES, continue_from, copy_checkpoint_t
 from vitray.sweeps.schedulers import PROGRESS_KEY, progress
 from vitray.sweeps.space import Space
 from vitray.sweeps.trial_store import (
+    RecordState,
+    Scored,
     TrialRecord,
     costs_of,
     read_outcome,
     read_record,
     read_sizes,
+    recorded,
     write_record,
 )
 from vitray.system import storage
@@ -160,29 +162,12 @@ class TrialTrainable(tune.Trainable):
     ) -> tuple[TrialRecord, dict[str, float]]:
         """Run the training; return the trial's last record, and the costs of its run."""
         context, run_dir = self._context, storage.join(self._context.sweep_dir, name)
-        metric = context.space.goal.metric
-        self._write(run_dir, record := record._replace(state="running", began=time.time(), ended=None))
 
-        def should_stop(step: int, steps: int, values: Mapping[str, float]) -> bool:
-            nonlocal record
-            if metric not in values or any(step <= known for known, _ in record.scores):
-                return False
-            record = record._replace(scores=(*record.scores, (step, values[metric])), steps=steps)
-            try:
-                self._write(run_dir, record)
-            except ConfigError:  # unreachable storage costs a restart this score, not the trial
-                pass
-            except OwnershipLost:  # the workers wait for an answer, and the thread that asks has to live
-                self._stop_requested.set()
-                return False
-            return self._should_stop(step, steps, values[metric])
-
-        try:
-            run = context.base.replace(settings)
+        def start(scored: Scored) -> RecordState:
             concurrent = max(1, trials_that_fit(context.base, context.resources, context.trials))
             hook = TrialHook(
                 parent_uid=context.parent_uid,
-                should_stop=should_stop,
+                should_stop=scored,
                 waits_for_decision=context.space.scheduler.traits.decides,
                 dataset=context.dataset,
                 concurrent_trials=concurrent,
@@ -190,17 +175,28 @@ class TrialTrainable(tune.Trainable):
                 own_cpus=own_cpus(context.resources, concurrent),
                 stop_requested=self._stop_requested,
             )
-            state = train(run, name, context.sweep_dir, hook=hook).state
-        except (RunError, ConfigError) as error:
-            record = record._replace(state="failed", reason=str(error), ended=time.time())
-            self._write(run_dir, record)
+            return train(context.base.replace(settings), name, context.sweep_dir, hook=hook).state
+
+        def decide(record: TrialRecord) -> bool:
+            try:
+                self._write(run_dir, record)
+            except ConfigError:  # unreachable storage costs a restart this score, not the trial
+                pass
+            except OwnershipLost:  # the workers wait for an answer, and the thread that asks has to live
+                self._stop_requested.set()
+                return False
+            step, value = record.scores[-1]
+            return self._should_stop(step, record.steps, value)
+
+        self._write(run_dir, record := record.started())
+        self._write(run_dir, record := recorded(start, record, context.space.goal.metric, decide))
+        if record.state == "failed":
             return record, {}
-        self._write(run_dir, record := record._replace(state=state, ended=time.time()))
         outcome = sizes = None
         with contextlib.suppress(ConfigError):  # the driver reads it later
             outcome = read_outcome(run_dir)
         with contextlib.suppress(ConfigError):
-            sizes = read_sizes(run, run_dir)
+            sizes = read_sizes(context.base.replace(settings), run_dir)
         return record, costs_of(outcome, sizes)
 
     def _write(self, run_dir: str, record: TrialRecord) -> None:

@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from vitray.config import Run
 from vitray.config.sweep import Cost
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, RunError
 from vitray.models.sizes import Sizes, sizes_of
 from vitray.runs.run_dir import OUTCOME, RUN_META, stored_run
-from vitray.sweeps.space import SweepPoint, resolve_stages, run_of
+from vitray.sweeps.space import Space, SweepPoint, resolve_stages, run_of
 from vitray.system import storage
 from vitray.system.lease import check_owner
 
@@ -24,6 +24,8 @@ READERS = 32
 # Seconds in which the run of a stopped trial ends.
 ENDING_SECONDS = 600.0
 RecordState = Literal["waiting", "running", "finished", "stopped early", "failed"]
+# Told of each evaluation's step, the run's number of steps and the scores; returns whether the run stops early.
+Scored = Callable[[int, int, Mapping[str, float]], bool]
 
 
 class TrialRecord(NamedTuple):
@@ -50,6 +52,10 @@ class TrialRecord(NamedTuple):
     def is_over(self) -> bool:
         """Whether the trial has ended for good."""
         return self.state in ("finished", "stopped early", "failed")
+
+    def started(self) -> "TrialRecord":
+        """Return the record at another start."""
+        return self._replace(state="running", began=time.time(), ended=None)
 
 
 class TrialOutcome(NamedTuple):
@@ -93,6 +99,25 @@ def read_record(run_dir: str) -> TrialRecord:
 def write_record(run_dir: str, record: TrialRecord) -> None:
     """Replace the record of the trial in a folder."""
     storage.write_bytes(storage.join(run_dir, RECORD), json.dumps(record._asdict()).encode())
+
+
+def recorded(
+    start: Callable[[Scored], RecordState], record: TrialRecord, metric: str, decide: Callable[[TrialRecord], bool]
+) -> TrialRecord:
+    """Return the record of a trial after its run, which `start` runs; `decide` gets the record with each new score."""
+
+    def scored(step: int, steps: int, values: Mapping[str, float]) -> bool:
+        nonlocal record
+        if metric not in values or any(step <= known for known, _ in record.scores):
+            return False
+        record = record._replace(scores=(*record.scores, (step, values[metric])), steps=steps)
+        return decide(record)
+
+    try:
+        state = start(scored)
+    except (RunError, ConfigError) as error:
+        return record._replace(state="failed", reason=str(error), ended=time.time())
+    return record._replace(state=state, ended=time.time())
 
 
 def reset_failed(sweep_dir: str) -> list[str]:
@@ -275,6 +300,22 @@ class TrialStore:
         trial = self.trials[name]
         trial.sizes = trial.sizes or read_sizes(self.run(name), self.run_dir(name))
         return trial.sizes
+
+    def is_spent(self, space: Space, trials: int, started: float) -> bool:
+        """Whether the budget is spent since a start, on the monotonic clock, or too many of some trials have failed."""
+        budget = space.budget
+        if sum(trial.record.state == "failed" for trial in self.trials.values()) > space.failures * trials:
+            return True
+        if budget.minutes is not None and time.monotonic() - started > 60 * budget.minutes:
+            return True
+        if budget.device_hours is None:
+            return False
+        spent = sum(trial.cost("device_seconds") or 0.0 for trial in self.trials.values())
+        return spent >= 3600 * budget.device_hours
+
+    def read_again(self) -> None:
+        """Read the records of the trials that were not over, which other processes may have trained since."""
+        _for_each(self._read, [name for name, trial in self.trials.items() if not trial.record.is_over])
 
     def read_ends(self) -> None:
         """Read the rest of the trials that have ended; the run of a trial that Tune stops ends some seconds later."""

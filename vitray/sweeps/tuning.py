@@ -182,16 +182,7 @@ class TrialSearcher(Searcher):
 
     def is_spent(self) -> bool:
         """Whether the budget is spent or too many trials have failed."""
-        budget, trials = self._space.budget, self._store.trials.values()
-        failed = sum(trial.record.state == "failed" for trial in trials)
-        if failed > self._space.failures * self._plan.trials:
-            return True
-        if budget.minutes is not None and time.monotonic() - self._started > 60 * budget.minutes:
-            return True
-        if budget.device_hours is None:
-            return False
-        spent = sum(trial.cost("device_seconds") or 0.0 for trial in trials)
-        return spent >= 3600 * budget.device_hours
+        return self._store.is_spent(self._space, self._plan.trials, self._started)
 
     def _draw(self) -> str | None:
         """Store a new point and return its name; None where no new point is left."""

@@ -1,0 +1,108 @@
+"""A sweep without Ray: this process trains one trial after another, and shares them with others of the same command.
+
+The folder of a trial is owned by the process that trains it. That of the sweep is owned only while a process begins or
+writes the report, which the last one does: a process that was killed leaves its trial to the next.
+"""
+
+import random
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from vitray.errors import ConfigError, OwnershipLost
+from vitray.runs.resolve import TrialHook, check_storage
+from vitray.runs.train import train
+from vitray.sweeps.plan import Recipe, SweepPlan, plan_sweep, this_machine
+from vitray.sweeps.space import Space
+from vitray.sweeps.sweep import begun
+from vitray.sweeps.trial_store import RecordState, Scored, TrialRecord, TrialStore, read_record, recorded, write_record
+from vitray.system import storage
+from vitray.system.lease import Watch, own_folder
+
+if TYPE_CHECKING:
+    from vitray.sweeps.sweep_logger import SweepOutcome
+
+# Seconds in which each of many processes that start together begins.
+PATIENCE = 600.0
+
+
+def sweep_here(recipe: Recipe, space: Space, name: str, out: str, command: str) -> "SweepOutcome | None":
+    """Train the trials that no other process trains, and return the outcome; None if others still train.
+
+    `command` repeats the sweep, or shares it.
+    """
+    storage.check_name(name, "name")
+    sweep_dir = storage.join(storage.absolute(out), name)
+    check_storage(sweep_dir)
+    _check(space)
+    plan = plan_sweep(recipe.run, space, [this_machine()], sweep_dir)
+    begin = partial(begun, plan, recipe, name, command, sweep_dir, follows=False)
+    with own_folder(sweep_dir, name, PATIENCE) as ownership, begin(ownership.id) as logger:
+        store, uid = logger.store, logger.uid
+    print(f"\n  {name}: {len(store.trials)} trials, by each process of this command one at a time\n", file=sys.stderr)
+    started = time.monotonic()
+    while not store.is_spent(space, plan.trials, started) and (trial := _free(store)):
+        with suppress(OwnershipLost):  # another process was faster
+            _train(plan, store, uid, trial)
+        store.read_again()
+        print(f"  {_ended(plan, store, trial)}", file=sys.stderr)
+    if taken := [trial for trial in _waiting(store) if _is_taken(store, trial)]:
+        print(f"vitray: other processes train {', '.join(taken)}; the last writes the report", file=sys.stderr)
+        return None
+    with own_folder(sweep_dir, name, PATIENCE) as ownership, begin(ownership.id) as logger:
+        return logger.finish()
+
+
+def _check(space: Space) -> None:
+    """Refuse what needs one process that sees all trials."""
+    wanted = "with --here, where each process trains the trials that are left: sweep without it, on Ray"
+    if space.before:
+        raise ConfigError(f"before: got {', '.join(space.before)}, expected no stages {wanted}")
+    if space.search.traits.learns:
+        raise ConfigError(f"search.kind: got {space.search.kind}, expected grid or random {wanted}")
+    if space.scheduler.kind != "none":
+        raise ConfigError(f"scheduler.kind: got {space.scheduler.kind}, expected none {wanted}")
+
+
+def _ended(plan: SweepPlan, store: TrialStore, name: str) -> str:
+    """Return how a trial has ended."""
+    record = store.trials[name].record
+    end = record.reason if record.state == "failed" else f"{plan.space.goal.metric} {record.score}"
+    return f"{name} is {record.state}: {end}; {len(_waiting(store))} of {len(store.trials)} trials are not over"
+
+
+def _waiting(store: TrialStore) -> list[str]:
+    """Return the trials that are not over."""
+    return [name for name, record in store.records().items() if not record.is_over]
+
+
+def _is_taken(store: TrialStore, name: str) -> bool:
+    return bool(Watch(store.run_dir(name)).live())
+
+
+def _free(store: TrialStore) -> str | None:
+    """Return a trial to train; processes that start together seldom choose the same one."""
+    waiting = _waiting(store)
+    random.shuffle(waiting)
+    return next((name for name in waiting if not _is_taken(store, name)), None)
+
+
+def _train(plan: SweepPlan, store: TrialStore, parent: str, name: str) -> None:
+    """Train a trial, and write its record."""
+    run_dir, record = store.run_dir(name), store.trials[name].record
+    assert plan.first is not None, "planned before its stages were ready"
+    dataset = plan.first.dataset
+
+    def start(scored: Scored) -> RecordState:
+        hook = TrialHook(parent, scored, waits_for_decision=False, dataset=dataset, is_quiet=False)
+        return train(store.run(name), name, store.sweep_dir, hook=hook, here=True).state
+
+    def decide(record: TrialRecord) -> bool:
+        write_record(run_dir, record)
+        return False
+
+    record = recorded(start, record.started(), plan.space.goal.metric, decide)
+    if not read_record(run_dir).is_over:  # else another process has trained it just before
+        write_record(run_dir, record)
