@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from vitray.errors import ConfigError, RunError, one_line
-from vitray.system.processes import usable_cpus
 from vitray.system.scratch import temporary_folder
 
 # Set before Ray is imported, unless the user has set them.
@@ -290,6 +289,11 @@ def _list_options() -> Any:
     if not ray.is_initialized():  # the next line would start another Ray
         raise ConnectionError("the connection to Ray has ended")
     return {"address": ray.get_runtime_context().gcs_address, "limit": LIST_LIMIT}
+
+
+def usable_cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def local_cpus() -> int:

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import psutil
 
+from vitray.cluster.session import usable_cpus
 from vitray.errors import RunError
-from vitray.system.processes import usable_cpus
 
 # Slurm sends SIGTERM when a job is canceled or preempted, and what the script asks for before the time limit.
 NOTICE = signal.SIGUSR1

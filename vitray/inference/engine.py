@@ -24,7 +24,6 @@ from vitray.inference.images import Images
 from vitray.inference.network_spec import NetworkSpec, Numerics, Wanted
 from vitray.inference.networks import Networks, views_of
 from vitray.models.network import AnyNetwork
-from vitray.system.processes import usable_cpus
 
 # Chunks in work at a time, in this process or on an actor: one is read and decoded while another is computed.
 AT_A_TIME = 2
@@ -72,7 +71,7 @@ class Worker:
         """`loaded` are networks that this process has already; `decoders` is the number of threads that decode."""
         self._job, self._loaded = job, loaded
         self._views = views_of(job.networks)
-        share = usable_cpus() // max(1, torch.cuda.device_count())
+        share = session.usable_cpus() // max(1, torch.cuda.device_count())
         self._decoders = ThreadPoolExecutor(decoders or max(1, share))
         self._lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""The CPUs of this process, the tags that identify it, and the proof that it has died."""
+"""The tags that identify this process, and the proof that another has died."""
 
 import functools
 import os
@@ -7,11 +7,6 @@ from pathlib import Path
 
 # The PID namespace of a Linux host; containers have others.
 HOST_PID_NAMESPACE = "pid:[4026531836]"
-
-
-def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def process_tags() -> dict[str, str]:
