@@ -44,9 +44,9 @@ def folder(tmp_path_factory):
         yield folder
 
 
-def swept(folder, space=GRID, name="rates"):
+def swept(folder, space=GRID, name="rates", **settings):
     (folder / "space.yaml").write_text(space)
-    recipe = Recipe(load_run(folder / "tiny.yaml"), ["tiny"])
+    recipe = Recipe(load_run(folder / "tiny.yaml", settings), ["tiny"])
     return sweep_here(recipe, read_space(folder / "space.yaml"), name, str(folder / "sweeps"), "vitray sweep --here")
 
 
@@ -95,6 +95,11 @@ def test_the_command_of_a_finished_sweep_trains_nothing(folder, capsys):
 def test_no_trial_starts_after_the_budget_is_spent(folder):
     outcome = swept(folder, f"{GRID}budget: {{minutes: 1.0e-9}}\n", "spent")
     assert (outcome.trials, outcome.finished) == (2, 0)
+
+
+def test_a_trial_of_several_processes_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"compute[.]workers: got 2 with --here, expected 1"):
+        swept(folder, name="refused", **{"compute.workers": 2})
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vitray.config import Run
 from vitray.errors import ConfigError, OwnershipLost
 from vitray.runs.resolve import TrialHook, check_storage
 from vitray.runs.train import train
@@ -36,7 +37,7 @@ def sweep_here(recipe: Recipe, space: Space, name: str, out: str, command: str) 
     storage.check_name(name, "name")
     sweep_dir = storage.join(storage.absolute(out), name)
     check_storage(sweep_dir)
-    _check(space)
+    _check(space, recipe.run)
     plan = plan_sweep(recipe.run, space, [this_machine()], sweep_dir)
     begin = partial(begun, plan, recipe, name, command, sweep_dir, follows=False)
     with own_folder(sweep_dir, name, PATIENCE) as ownership, begin(ownership.id) as logger:
@@ -55,8 +56,12 @@ def sweep_here(recipe: Recipe, space: Space, name: str, out: str, command: str) 
         return logger.finish()
 
 
-def _check(space: Space) -> None:
-    """Refuse what needs one process that sees all trials."""
+def _check(space: Space, base: Run) -> None:
+    """Refuse what needs one process that sees all trials, and trials of several processes."""
+    if base.compute.worker_range not in (None, (1, 1)):
+        raise ConfigError(
+            f"compute.workers: got {base.compute.workers} with --here, expected 1: a trial is one process"
+        )
     wanted = "with --here, where each process trains the trials that are left: sweep without it, on Ray"
     if space.before:
         raise ConfigError(f"before: got {', '.join(space.before)}, expected no stages {wanted}")
