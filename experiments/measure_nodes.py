@@ -89,7 +89,7 @@ class Worker:
             return ray.get(exchange.get.remote(calls))
 
         size = options.image_size, options.image_size
-        spec = StreamSpec("train", options.batch, size, CROP, seed=nodes)
+        spec = StreamSpec("train", options.batch, size, CROP, seed=nodes, cpus=options.nodes)  # few tasks at a time
         stream = Stream(open_dataset(options.dataset), spec, ray_reader.RayReader)
         share = Share(rank, options.workers, broadcast, nodes)
         self._received.clear()
