@@ -145,12 +145,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group the tests for several processes, and skip those that need a GPU on a machine without one.
 
     The tests that share one Ray are a group, which begins first as it takes longest; the others of a file are another.
+    Sweeps have a Ray of their own: after some ninety actors of one process Ray's notices of new actors stayed away, and
+    Tune waited for its first one (LOG).
     """
     import torch
 
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else item.path.stem))
+        shares_ray = item.get_closest_marker("ray") and item.path.stem != "test_sweep"
+        item.add_marker(pytest.mark.xdist_group("ray" if shares_ray else item.path.stem))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -621,8 +621,8 @@ def test_a_closed_stream_broadcasts_no_more(dataset, ray_cluster, monkeypatch):
     monkeypatch.setattr(ray_reader, "PIECES_AHEAD", 1)  # the next execution starts with the first step
     broadcast, ended = ThreadBroadcast(2), []
 
-    def broadcast_and_count(value):
-        value = broadcast(value)
+    def broadcast_and_count(value, rank=0):
+        value = broadcast(value, rank)
         ended.append(value)
         return value
 
