@@ -48,7 +48,8 @@ def sweep_here(recipe: Recipe, space: Space, name: str, out: str, command: str) 
         with suppress(OwnershipLost):  # another process was faster
             _train(plan, store, uid, trial)
         store.read_again()
-        print(f"  {_ended(plan, store, trial)}", file=sys.stderr)
+        if store.trials[trial].record.is_over:
+            print(f"  {_ended(plan, store, trial)}", file=sys.stderr)
     if taken := [trial for trial in _waiting(store) if _is_taken(store, trial)]:
         print(f"vitray: other processes train {', '.join(taken)}; the last writes the report", file=sys.stderr)
         return None
