@@ -17,6 +17,7 @@ from vitray.runs.train import train
 from vitray.sweeps.plan import Recipe
 from vitray.sweeps.space import read_space
 from vitray.sweeps.sweep_here import sweep_here
+from vitray.system import lease
 
 RECIPE = """
 model: {name: vit_u2x1_8, image_size: 32, num_classes: 10}
@@ -74,6 +75,16 @@ def test_processes_share_the_trials(folder, capsys):
         "lr=0.01": "FINISHED",
         "lr=1e30": "FAILED",
     }
+
+
+def test_a_trial_goes_on_whose_machine_was_lost(folder, monkeypatch):
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 3.0)
+    claims = folder / "sweeps" / "lost" / "lr=0.01" / ".owner"
+    claims.mkdir(parents=True)
+    process = {"vitray.host": "elsewhere", "vitray.pid": "1", "vitray.pid_started": ""}
+    (claims / "a.json").write_text(json.dumps({"process": process, "since": ""}))
+    (claims / "a.beat").write_text("1")
+    assert swept(folder, name="lost").finished == 1
 
 
 def test_a_trial_is_the_run_of_its_settings(folder):

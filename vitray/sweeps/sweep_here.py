@@ -7,6 +7,7 @@ writes the report, which the last one does: a process that was killed leaves its
 import random
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from vitray.sweeps.space import Space
 from vitray.sweeps.sweep import begun
 from vitray.sweeps.trial_store import RecordState, Scored, TrialRecord, TrialStore, read_record, recorded, write_record
 from vitray.system import storage
-from vitray.system.lease import Watch, own_folder
+from vitray.system.lease import POLL_SECONDS, Watch, own_folder
 
 if TYPE_CHECKING:
     from vitray.sweeps.sweep_logger import SweepOutcome
@@ -43,14 +44,14 @@ def sweep_here(recipe: Recipe, space: Space, name: str, out: str, command: str) 
     with own_folder(sweep_dir, name, PATIENCE) as ownership, begin(ownership.id) as logger:
         store, uid = logger.store, logger.uid
     print(f"\n  {name}: {len(store.trials)} trials, by each process of this command one at a time\n", file=sys.stderr)
-    started = time.monotonic()
-    while not store.is_spent(space, plan.trials, started) and (trial := _free(store)):
+    started, watches = time.monotonic(), {trial: Watch(store.run_dir(trial)) for trial in store.trials}
+    while not store.is_spent(space, plan.trials, started) and (trial := _next(store, watches)):
         with suppress(OwnershipLost):  # another process was faster
             _train(plan, store, uid, trial)
         store.read_again()
         if store.trials[trial].record.is_over:
             print(f"  {_ended(plan, store, trial)}", file=sys.stderr)
-    if taken := [trial for trial in _waiting(store) if _is_taken(store, trial)]:
+    if taken := [trial for trial in _waiting(store) if watches[trial].live()]:
         print(f"vitray: other processes train {', '.join(taken)}; the last writes the report", file=sys.stderr)
         return None
     with own_folder(sweep_dir, name, PATIENCE) as ownership, begin(ownership.id) as logger:
@@ -84,15 +85,21 @@ def _waiting(store: TrialStore) -> list[str]:
     return [name for name, record in store.records().items() if not record.is_over]
 
 
-def _is_taken(store: TrialStore, name: str) -> bool:
-    return bool(Watch(store.run_dir(name)).live())
+def _next(store: TrialStore, watches: Mapping[str, Watch]) -> str | None:
+    """Return a trial that no process trains; None once those of all others are known to live.
 
-
-def _free(store: TrialStore) -> str | None:
-    """Return a trial to train; processes that start together seldom choose the same one."""
-    waiting = _waiting(store)
-    random.shuffle(waiting)
-    return next((name for name in waiting if not _is_taken(store, name)), None)
+    Processes that start together seldom choose the same one. That of another machine lives if its lease is renewed.
+    """
+    while True:
+        waiting = _waiting(store)
+        random.shuffle(waiting)
+        claims = {name: watches[name].live() for name in waiting}
+        if free := next((name for name in waiting if not claims[name]), None):
+            return free
+        if all(any(map(watches[name].is_alive, claims[name])) for name in waiting):
+            return None
+        time.sleep(POLL_SECONDS)
+        store.read_again()
 
 
 def _train(plan: SweepPlan, store: TrialStore, parent: str, name: str) -> None:
@@ -106,7 +113,8 @@ def _train(plan: SweepPlan, store: TrialStore, parent: str, name: str) -> None:
         return train(store.run(name), name, store.sweep_dir, hook=hook, here=True).state
 
     def decide(record: TrialRecord) -> bool:
-        write_record(run_dir, record)
+        with suppress(ConfigError):  # unreachable storage costs a restart this score, not the trial
+            write_record(run_dir, record)
         return False
 
     record = recorded(start, record.started(), plan.space.goal.metric, decide)
