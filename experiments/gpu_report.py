@@ -25,11 +25,11 @@ from experiments.gpu_page import page
 from vitray.bench.branches import build_variants, elements, fused_elements
 from vitray.bench.finetune import Variant
 from vitray.bench.finetune import recipe as finetune_recipe
-from vitray.bench.networks import capture
 from vitray.bench.train import fed_steps, peak_bytes, random_batch, recipe, training_step, utilization
 from vitray.config import Model, Run
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import one_line
+from vitray.models.graphs import capture
 from vitray.models.network import build_network
 from vitray.runs.local_host import LocalHost
 from vitray.runs.resolve import resolve

@@ -15,7 +15,7 @@ from vitray.data.augment.mixing import DeviceBatch
 from vitray.data.stream.batches import Share
 from vitray.errors import ConfigError
 from vitray.models.network import build_network
-from vitray.models.precision import precision_on
+from vitray.models.precision import precision_on, round_products, tf32_products
 from vitray.training.checkpoints import copy_to_host, write_checkpoint
 from vitray.training.learner import Learner, build_learner, checkpoint_of, compile_model, resume
 from vitray.training.schedule import length_of
@@ -258,3 +258,32 @@ def test_auto_is_the_precision_that_the_device_computes_in(monkeypatch, has_bf16
     assert precision_on(cpu, wanted) == "fp32"
     assert [precision_on(device, name) for device in (gpu, cpu) for name in ("fp32", "bf16")] == ["fp32", "bf16"] * 2
     precision_on.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["vit_u2x1_8", "vit_u2x2_8", "vit_u1x1_16_local"])
+def test_rounded_weights_give_the_bits_of_autocast(name):
+    run = run_of("model.positions=rope", "model.head=mlp", "model.layerscale=0.1", name=name)
+    torch.manual_seed(0)
+    network = build_network(run.model).eval().requires_grad_(False)
+    images = torch.randn(3, 3, 32, 32)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        before = network(images)
+        round_products(network)
+        assert torch.equal(network(images), before)
+    kept = {name for name, tensor in network.named_parameters() if tensor.dtype == torch.float32}
+    assert "norm.weight" in kept
+    levels = [name for name in kept if ".qkv.weight" in name and name.startswith("blocks")]
+    assert bool(levels) == (name == "vit_u2x2_8"), "levels of several branches fold their norms into fp32 weights"
+
+
+def test_tf32_is_for_a_block_alone():
+    gpu, exact = torch.device("cuda"), torch.get_float32_matmul_precision()
+    assert exact == "highest"
+    with tf32_products(gpu, allowed=True):
+        with tf32_products(gpu, allowed=True):  # another thread's, perhaps
+            assert torch.get_float32_matmul_precision() == "high"
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == exact
+    for device, allowed in ((CPU, True), (gpu, False)):
+        with tf32_products(device, allowed):
+            assert torch.get_float32_matmul_precision() == exact

@@ -16,7 +16,6 @@ from experiments.gpu_page import page
 from pipelines.__main__ import main
 from vitray.bench.branches import elements, fused_elements
 from vitray.bench.charts import draw_bars
-from vitray.bench.networks import capture
 from vitray.bench.results import Results
 from vitray.bench.train import largest_fitting
 from vitray.models import blocks
@@ -219,15 +218,3 @@ def test_the_elements_of_a_row_are_those_by_which_auto_decides():
 def test_the_limit_loses_least_at_the_worst_row(gains, limit):
     rows = [{"elements": 100 * place, "loop": 10.0, "fused": 10.0 * gain} for place, gain in enumerate(gains, start=1)]
     assert fused_elements(rows) == limit
-
-
-@pytest.mark.gpu
-def test_a_captured_call_repeats_its_kernels():
-    x = torch.ones(4, device="cuda")
-    y = torch.zeros(4, device="cuda")
-    with torch.inference_mode():
-        replay = capture(lambda: y.copy_(x * 2))
-        x.fill_(3)
-        replay()
-    torch.cuda.synchronize()
-    assert y.tolist() == [6.0] * 4

@@ -171,11 +171,12 @@ def test_other_weights_images_and_settings_have_other_outputs(place, tmp_path):
         planned._replace(network=describe_network(str(tmp_path / "other"))[0]),
         planned._replace(network=planned.network._replace(crop=CenterCrop(crop_ratio=1.0))),
         planned._replace(network=planned.network._replace(precision="bf16")),
+        planned._replace(network=planned.network._replace(tf32=False)),
         planned._replace(images=open_images(str(place / "data"), "train")),
         planned._replace(alteration="noise 3"),
         *(planned._replace(numerics=planned.numerics._replace(**{name: 3})) for name in ("threads", "batch")),
     ]
-    assert len({each.place for each in [planned, *others]}) == 8
+    assert len({each.place for each in [planned, *others]}) == 9
     shutil.copytree(place / "data", tmp_path / "copy")
     shutil.copytree(place / "model", tmp_path / "model")
     network, images = describe_network(str(tmp_path / "model"))[0], open_images(str(tmp_path / "copy"), "val")

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitray.bench.networks import capture
 from vitray.bench.results import Results
 from vitray.config import Model
 from vitray.errors import ConfigError
 from vitray.models.blocks import most_fused
+from vitray.models.graphs import capture
 from vitray.models.vit import ViT, regroup
 from vitray.system.timing import circumstances, interleave, progress, ratio_of, spread_of
 from vitray.training.compiling import compiled

@@ -12,6 +12,7 @@ from vitray.bench.results import Results
 from vitray.config import Model, load_run
 from vitray.errors import ConfigError
 from vitray.models.counts import count
+from vitray.models.graphs import capture
 from vitray.models.network import build_network
 from vitray.system.timing import Spread, circumstances, interleave, progress, ratio_of, spread_of
 from vitray.training.compiling import compiled
@@ -147,17 +148,3 @@ def measure_latency(
             texts = (f"{variant} {spread_of(milliseconds)}" for variant, milliseconds in times.items())
             print(f"{name:<18}{batch:>5}  {', '.join(texts)}", flush=True)
     return results.finish()
-
-
-def capture(call: Callable[[], object]) -> Callable[[], object]:
-    """Return a call as a CUDA graph, which repeats its kernels on the same memory without launching each."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # allocates, and chooses the algorithms of convolutions
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay

@@ -60,6 +60,8 @@ class Serving(Section):
     """GPUs of a replica; `vitray serve` chooses by default, a Serve config file means 0."""
     precision: Annotated[str, Field(pattern="^(fp32|bf16)$")] = "fp32"
     """bf16 computes under autocast."""
+    graphs: bool = False
+    """Computes the batches of one task as CUDA graphs on a GPU."""
     follow_seconds: Seconds = 10.0
     """Interval at which a replica checks the aliases that tasks follow."""
     token: bool = False

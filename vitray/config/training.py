@@ -265,7 +265,7 @@ class Compute(Section):
     """bf16: autocast, with fp32 weights. auto: bf16 on a GPU that computes in it, else fp32; the trained network's
     settings have which."""
     tf32: bool = True
-    """Allows TF32 in fp32 matrix products on a GPU."""
+    """Allows TF32 in fp32 matrix products on a GPU, in training and of the trained network."""
     compile: Annotated[
         Literal[False, "auto", "default", "reduce-overhead", "max-autotune"],
         BeforeValidator(lambda mode: "default" if mode is True else mode),

@@ -14,6 +14,7 @@ from vitray.config import Run
 from vitray.data.augment.crops import crop_center
 from vitray.data.augment.mixing import normalized
 from vitray.errors import ConfigError
+from vitray.models.precision import tf32_products
 from vitray.models.probabilities import present_labels, probabilities_of, probability_of
 from vitray.weights.family import Family, Member
 
@@ -50,11 +51,17 @@ def probabilities(family: Family, views: Sequence[np.ndarray], members: Sequence
         views_BHWC = torch.from_numpy(np.stack([views[row] for row in rows])).to(family.device)
         for row, image in zip(rows, normalized(views_BHWC, normalize), strict=True):
             images[row] = image
-    logits = family.outputs(images, members)
-    return [
-        probabilities_of(logits_K, probability_of(member.run)).cpu().numpy()
-        for logits_K, member in zip(logits, members, strict=True)
-    ]
+    with tf32_products(family.device, all(member.run.compute.tf32 for member in members)):
+        logits = family.outputs(images, members)
+    results: list[np.ndarray] = [np.empty(0)] * len(views)
+    alike: dict[Any, list[int]] = {}
+    for row, member in enumerate(members):
+        alike.setdefault((probability_of(member.run), logits[row].shape), []).append(row)
+    for (kind, _), rows in alike.items():  # one copy from the GPU for all of them
+        values_BK = probabilities_of(torch.stack([logits[row] for row in rows]), kind).cpu().numpy()
+        for row, values_K in zip(rows, values_BK, strict=True):
+            results[row] = values_K
+    return results
 
 
 def answer(probabilities_K: np.ndarray, member: Member, top_k: int | None) -> dict[str, Any]:

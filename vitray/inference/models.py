@@ -41,6 +41,7 @@ def spec_of(run: Run, vit: AnyNetwork, classes: Sequence[str] | None, url: str, 
         normalize=run.data.normalize,
         crop=run.data.eval_crop,
         precision="bf16" if run.compute.precision == "bf16" else "fp32",  # auto: of a run that has not ended
+        tf32=run.compute.tf32,
         probability=probability_of(run),
         thresholds=run.thresholds,
         fold=run.data.fold and (run.data.train, run.data.fold),

@@ -33,6 +33,8 @@ class NetworkSpec(NamedTuple):
     normalize: Normalize
     crop: CenterCrop
     precision: Literal["fp32", "bf16"]
+    tf32: bool
+    """Whether a GPU rounds the factors of fp32 products to TF32."""
     probability: Probability
     """How logits become probabilities."""
     fold: tuple[str, Fold] | None = None
@@ -50,7 +52,7 @@ class NetworkSpec(NamedTuple):
     @property
     def key(self) -> str:
         """A hash of everything that decides the outputs for an image."""
-        settings: list[Any] = [self.settings, self.identity, self.size, self.precision]
+        settings: list[Any] = [self.settings, self.identity, self.size, self.precision, self.tf32]
         settings += [self.normalize.model_dump(mode="json"), self.crop.model_dump(mode="json")]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 

@@ -5,7 +5,8 @@ Shapes: B images, H x W pixels, C colors, N tokens, D width, K classes.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from vitray.inference.network_spec import NetworkSpec, Numerics, Wanted
 from vitray.models.network import AnyNetwork
 from vitray.models.other_networks import OtherNetwork
 from vitray.models.positions import VisiblePatches
+from vitray.models.precision import round_products, tf32_products
 from vitray.models.vit import ViT
 from vitray.weights import identity_of
 
@@ -73,7 +75,8 @@ class Networks:
         self._others: list[OtherMember] = []
         shares = len(specs) > 1 and wanted != Wanted()
         for spec in specs:
-            network = (loaded or {}).get(spec.name) or open_network(spec)
+            opened = None if spec.name in (loaded or {}) else open_network(spec)
+            network = opened or (loaded or {})[spec.name]
             network, view = network.to(self._device).eval(), views.index(spec.view)
             self._all.append((spec, network, view))
             if isinstance(network, OtherNetwork):
@@ -82,6 +85,8 @@ class Networks:
                 self._others.append(OtherMember(spec, network, view))
                 continue
             stages = _stages(spec, network) if shares else [""] * (len(network.blocks) + 1)
+            if opened is not None and spec.precision == "bf16":  # the others are the caller's, too
+                round_products(network)
             if numerics.compile:
                 for block in network.blocks:
                     block.compile(dynamic=False)
@@ -111,7 +116,7 @@ class Networks:
         """
         for group in _groups(members, level):
             first = group[0]
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=first.spec.precision == "bf16"):
+            with self._precision(first.spec):
                 x_BND = _stage(first, level, inputs)
                 for spec, vit, _, stages in group:
                     name = f"block{level - 1:02d}"
@@ -130,11 +135,18 @@ class Networks:
             ends["logits"] = vit.head(pooled_BD)
         return ends
 
+    @contextmanager
+    def _precision(self, spec: NetworkSpec) -> Iterator[None]:
+        """Compute in the precision of a network for a block."""
+        autocast = torch.autocast(self._device.type, torch.bfloat16, enabled=spec.precision == "bf16")
+        with tf32_products(self._device, spec.tf32), autocast:
+            yield
+
     def _other_outputs(self, other: OtherMember, view_BHWC: Tensor) -> dict[str, Tensor]:
         """Return the outputs of a network of torchvision; the features of a stage are the mean over positions."""
         spec, network, _ = other
         images_BCHW, wanted = normalized(view_BHWC, spec.normalize), self._wanted
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=spec.precision == "bf16"):
+        with self._precision(spec):
             if not (wanted.levels or wanted.features):
                 return {"logits": network(images_BCHW)}
             with network.watching_stages() as states:
@@ -172,7 +184,7 @@ def _groups(members: Sequence[Member], level: int) -> list[list[Member]]:
 def _stages(spec: NetworkSpec, vit: ViT) -> list[str]:
     """Return a hash of everything that decides the tokens after the stem, and of the tensors of each block."""
     settings = {name: value for name, value in json.loads(spec.settings).items() if name not in _END_SETTINGS}
-    begin = [settings, spec.size, spec.precision, spec.normalize.model_dump(mode="json")]
+    begin = [settings, spec.size, spec.precision, spec.tf32, spec.normalize.model_dump(mode="json")]
     begin += [spec.crop.model_dump(mode="json"), vit.execution, identity_of(_tensors_before(vit))]
     return [json.dumps(begin, sort_keys=True), *(identity_of(block.state_dict()) for block in vit.blocks)]
 

@@ -70,7 +70,7 @@ class Hosted:
         self.base_url = pin_uri(serving.base)
         base = read_state(self.base_url)
         self.identity = identity_of(base)
-        self.family = Family(base, {}, device)
+        self.family = Family(base, {}, device, graphs=serving.graphs)
         self.sources: dict[str, Source] = {}
         self.wanted: dict[str, str] = {}
         self.errors: dict[str, str] = {}  # why the network that a task names now was not loaded

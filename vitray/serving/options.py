@@ -37,6 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=float, metavar="N", help=text)
     parser.add_argument("--replicas", default="1", metavar="N[-M]", help="number, or bounds (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    text = "compute batches of one task as CUDA graphs on a GPU, which launch all kernels at once"
+    parser.add_argument("--graphs", action="store_true", help=text)
     text = "longest time of an upload in seconds (%(default)s)"
     parser.add_argument("--upload-s", type=number_up_to(86_400), default=USUAL.limits.upload_seconds, help=text)
     text = "seconds between two checks of the aliases (%(default)s)"
@@ -66,5 +68,6 @@ def read_settings(options: argparse.Namespace) -> Serving:
         cpus=float(options.cpus),
         gpus=options.gpus,
         precision="bf16" if options.bf16 else "fp32",
+        graphs=options.graphs,
         follow_seconds=options.follow,
     )

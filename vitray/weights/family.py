@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vitray.config import Model, Rope, Run
+from vitray.config import Model, Rope, Run, SinCos2d
 from vitray.errors import ConfigError, nearest
+from vitray.models.graphs import GraphedNetwork
 from vitray.models.network import build_network
 from vitray.models.positions import AxialRope, Positions
+from vitray.models.precision import is_autocast, round_products
 from vitray.models.vit import ViT, build_head
 from vitray.weights.files import State
 
@@ -67,7 +69,16 @@ class Member:
         with torch.device("meta"):
             network = build_network(self.run.model)
         network.load_state_dict(self.state, assign=True)
+        if isinstance(network, ViT):
+            give_tables(network, next(iter(self.state.values())).device)
         return network.eval().requires_grad_(False)
+
+    @cached_property
+    def graphed(self) -> GraphedNetwork:
+        """The Vision Transformer by itself, as CUDA graphs in the precision of the first of them."""
+        if is_autocast(next(iter(self.state.values())).device):
+            round_products(self.whole)
+        return GraphedNetwork(self.whole)
 
     @cached_property
     def sort_key(self) -> tuple[str, list[str]]:
@@ -82,8 +93,12 @@ Segment = tuple[int, int, Member]
 class Family:
     """A base network's tensors, and networks that share them; `members` holds these by name."""
 
-    def __init__(self, base: State, members: Mapping[str, Member], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, base: State, members: Mapping[str, Member], device: torch.device | str = "cpu", *, graphs: bool = False
+    ) -> None:
+        """`graphs`: a batch of one network is a CUDA graph, always in the precision of the first."""
         self.device = torch.device(device)
+        self._has_graphs = graphs and self.device.type == "cuda"
         self.base = {name: tensor.to(self.device) for name, tensor in base.items()}
         self.members: dict[str, Member] = {}
         self._trunks: dict[Model, _Trunk] = {}
@@ -146,6 +161,9 @@ class Family:
         if not model.is_vit:
             for start, stop, member in plan.segments:
                 yield from member.whole(images_BCHW[start:stop])
+            return
+        if self._has_graphs and len(plan.segments) == 1:
+            yield from members[0].graphed(images_BCHW)
             return
         if model not in self._trunks:
             self._trunks[model] = _Trunk(model, self.device)
@@ -221,10 +239,7 @@ class _Trunk:
     def __init__(self, model: Model, device: torch.device) -> None:
         with torch.device("meta"):
             self.vit = ViT(model).eval()
-        # Sin-cos tables and rotary angles are no tensors of a network's state; on the meta device they have no values.
-        self.vit.positions = Positions(model.positions, model.grid, model.shape.size).to(device)
-        if isinstance(model.positions, Rope):
-            self.vit.rope = AxialRope(model.grid, model.head_size, model.positions.base).to(device)
+        give_tables(self.vit, device)
         self.lock = threading.Lock()
         self.layers: list[Layer] = []
         inside = ""
@@ -245,6 +260,15 @@ class _Trunk:
                 layer.plan = plan
             vectors = {name: plan.vector(name) for name in self.vectors}
             return functional_call(self.vit, vectors, (images_BCHW,))
+
+
+def give_tables(vit: ViT, device: torch.device) -> None:
+    """Give a network of the meta device its sin-cos tables and rotary angles, which are no tensors of its state."""
+    model = vit.model
+    if isinstance(model.positions, SinCos2d):
+        vit.positions = Positions(model.positions, model.grid, model.shape.size).to(device)
+    if isinstance(model.positions, Rope):
+        vit.rope = AxialRope(model.grid, model.head_size, model.positions.base).to(device)
 
 
 class Layer(nn.Module):
@@ -278,8 +302,6 @@ class Layer(nn.Module):
                 return F.linear(x, *tensors)
             case layer if type(layer) is nn.LayerNorm:
                 return F.layer_norm(x, layer.normalized_shape, *tensors, eps=layer.eps)
-            case nn.RMSNorm() as layer:
-                return F.rms_norm(x, layer.normalized_shape, *tensors, eps=layer.eps)
             case layer:
                 return functional_call(layer, dict(zip(self.keys, tensors, strict=True)), (x, *rest))
 
