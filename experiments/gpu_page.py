@@ -41,7 +41,7 @@ class Section(NamedTuple):
     text: str = ""
 
 
-_MS = {"autocast_ms": ("fp32 weights, autocast", NUMBER), "bf16_ms": ("bf16 weights", NUMBER)}
+_MS = {"autocast_ms": ("fp32 weights, autocast", NUMBER), "bf16_ms": ("bf16 weights, autocast", NUMBER)}
 _BRANCHES = {name: (name.replace("_", ", CUDA "), NUMBER) for name in ("seq", "loop", "fused", "auto")}
 _BRANCHES |= {f"{name}_graph": (f"{name}, CUDA graph", NUMBER) for name in ("seq", "loop", "fused")}
 SECTIONS = {

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +30,9 @@ from vitray.bench.train import fed_steps, peak_bytes, random_batch, recipe, trai
 from vitray.config import Model, Run
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import one_line
-from vitray.models.graphs import capture
+from vitray.models.graphs import GraphedNetwork, capture
 from vitray.models.network import build_network
+from vitray.models.precision import round_products
 from vitray.runs.local_host import LocalHost
 from vitray.runs.resolve import resolve
 from vitray.runs.worker_mailbox import Mailbox
@@ -221,27 +223,20 @@ def attention_only(bench: Bench) -> Iterator[Row]:
 
 
 def latency(bench: Bench) -> Iterator[Row]:
-    """The forward pass of small batches: fp32 weights under autocast, bf16 weights, and these as a CUDA graph."""
+    """The forward pass of small batches in bf16: fp32 weights, weights kept in bf16, and these as a CUDA graph."""
     for network in dict.fromkeys([bench.size.small, bench.size.base, bench.size.large]):
-        plain, half = (
-            build_network(Model(name=network, image_size=bench.size.pixels)).to(bench.device, dtype).eval()
-            for dtype in (torch.float32, torch.bfloat16)
-        )
+        model = Model(name=network, image_size=bench.size.pixels)
+        plain, rounded = (build_network(model).to(bench.device).eval().requires_grad_(False) for _ in range(2))
+        round_products(rounded)
+        networks: dict[str, Callable[..., object]] = {"autocast_ms": plain, "bf16_ms": rounded}
+        if bench.device.type == "cuda":
+            networks["graph_ms"] = GraphedNetwork(rounded)
         for batch in bench.size.small_batches:
             images = torch.randn(batch, 3, bench.size.pixels, bench.size.pixels, device=bench.device)
-            halves = images.bfloat16()
-
-            def cast(images: torch.Tensor = images, plain: Any = plain) -> None:
-                with torch.autocast(bench.device.type, torch.bfloat16):
-                    plain(images)
-
-            def run_half(halves: torch.Tensor = halves, half: Any = half) -> None:
-                half(halves)
-
-            calls: dict[str, Callable[[], object]] = {"autocast_ms": cast, "bf16_ms": run_half}
-            with torch.inference_mode():
-                if bench.device.type == "cuda":
-                    calls["graph_ms"] = capture(run_half)
+            calls: dict[str, Callable[[], object]] = {
+                name: partial(network, images) for name, network in networks.items()
+            }
+            with torch.inference_mode(), torch.autocast(bench.device.type, torch.bfloat16):
                 speeds = bench.speeds(calls)
             medians = {name: round(1e3 / spread_of(values).median, 4) for name, values in speeds.items()}
             yield {"network": network, "batch": batch, **medians}

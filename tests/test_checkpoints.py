@@ -192,6 +192,21 @@ def test_a_save_does_not_wait_for_the_gpu_and_later_training_does_not_change_it(
             assert torch.equal(saved[name], tensor), name
 
 
+def test_a_machine_without_a_gpu_locks_no_memory():
+    assert checkpoints.page_lock([torch.zeros(3)]) is None
+
+
+@pytest.mark.gpu
+def test_the_first_checkpoint_finds_its_memory_locked():
+    tensors = {f"w{size}": torch.ones(size, 100_000, device="cuda") for size in (3, 50, 7)}
+    thread = checkpoints.page_lock(tensors.values())
+    assert thread is not None
+    thread.join()
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    checkpoints.to_host(tensors)
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
+
+
 def test_a_save_is_retried_until_storage_is_back(tmp_path, monkeypatch):
     upload, failures = storage.upload, iter([True, True, False])
 

@@ -1,5 +1,6 @@
 """compute.compile and compute.channels_last: off they change nothing; on they train as before, also after a resume."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from vitray.data.stream.batches import Share
 from vitray.errors import ConfigError
 from vitray.models.network import build_network
 from vitray.models.precision import precision_on, round_products, tf32_products
+from vitray.training import compiling
 from vitray.training.checkpoints import copy_to_host, write_checkpoint
 from vitray.training.learner import Learner, build_learner, checkpoint_of, compile_model, resume
 from vitray.training.schedule import length_of
@@ -193,9 +195,11 @@ def test_gradients_that_graphs_add_to_are_those_of_a_plain_step(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_each_mode_trains_alike_and_resumes_exactly(mode, tmp_path):
+@pytest.mark.parametrize("mode", ["default", "default, deep", "reduce-overhead", "max-autotune"])
+def test_each_mode_trains_alike_and_resumes_exactly(mode, tmp_path, monkeypatch):
     torch.compiler.reset()
+    mode, _, is_deep = mode.partition(", ")
+    monkeypatch.setattr(compiling, "DEEP", 2 if is_deep else compiling.DEEP)
     sgd = "optim.rule=sgd"  # AdamW would make steps of rounding: the gradient of a bias before a batch norm is 0
     plain, run = run_of(sgd), run_of(f"compute.compile={mode}", sgd, *LAST)
     expected, whole = steps(plain, learner_of(plain), 0, 4), steps(run, learner_of(run), 0, 4)
@@ -207,6 +211,38 @@ def test_each_mode_trains_alike_and_resumes_exactly(mode, tmp_path):
     second = learner_of(run)
     resume(str(tmp_path), second, host)
     assert all(torch.equal(tensor, whole[key]) for key, tensor in steps(run, second, 2, 4).items())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it from users
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_the_blocks_of_a_deep_network_are_compiled_once(monkeypatch, schedule):
+    torch.compiler.reset()
+    compilations = []
+    of_torch = torch.compile
+
+    def backend(graph, _inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda code, mode, dynamic: of_torch(code, backend=backend, dynamic=dynamic))
+    settings = "model.drop_path=0.1", f"model.drop_path_schedule={schedule}", "optim.rule=sgd"
+    run = run_of("compute.compile=default", *settings, "model.positions=rope", name="vit_u24x1_8")
+    learner, plain = learner_of(run), learner_of(run_of(*settings, "model.positions=rope", name="vit_u24x1_8"))
+    batch = torch.randn(2, 3, 32, 32)
+    for each in (learner, plain):  # compiled code draws otherwise
+        each.task.eval()
+    outputs = [each.task.vit(batch) for each in (learner, plain)]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-6)
+    assert len(compilations) == (1 if schedule == "constant" else 0), "rates that differ compile the whole network"
+    assert (learner.model is learner.task) == (schedule == "constant")
+    twin = copy.deepcopy(learner.task.vit)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert not twin(batch).any(), "the copy computes with the weights of the original"
+    trace = {}
+    learner.task.vit(batch, trace)
+    assert len(trace) == 24
 
 
 @pytest.mark.parametrize(

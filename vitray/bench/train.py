@@ -25,7 +25,7 @@ from vitray.data.stream.prefetch import Prefetcher
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.system.timing import circumstances, interleave, ratio_of, spread_of
 from vitray.tasks.build import build_task, task_costs
-from vitray.training.compiling import compiled
+from vitray.training.compiling import compiled_for_training
 from vitray.training.evaluator import autocast
 from vitray.training.learner import Learner, compile_model
 from vitray.training.optim import build_optimizer
@@ -172,7 +172,7 @@ def bare_step(run: Run, device: torch.device) -> Callable[[torch.Tensor, torch.T
     task = build_task(run).to(device)
     # Without CUDA graphs: its gradients are new tensors in each step.
     mode = run.compute.compile_on(device.type, graphs=False)
-    vit: Any = compiled(task.vit, mode)
+    vit: Any = compiled_for_training(task.vit, mode)
     optimizer = torch.optim.AdamW(vit.parameters(), lr=1e-3, fused=True)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

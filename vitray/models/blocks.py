@@ -63,10 +63,16 @@ class Block(nn.Module):
         positions: AttentionPositions = NO_POSITIONS,
     ) -> Tensor:
         """Return the output of the level; a `trace` receives each branch's attention weights."""
+        if trace is None:
+            return self.level(x_BND, positions)
         # A trace needs the attention weights of each branch, so it excludes fusing.
-        if trace is None and self._is_fused(x_BND):
-            return self.feed(self._attend_fused(x_BND, positions), True)
         return self.feed(self._attend_loop(x_BND, trace, key, positions), False)
+
+    def level(self, x_BND: Tensor, positions: AttentionPositions) -> Tensor:
+        """Return the output of the level; what a deep network compiles, once for all its levels."""
+        if self._is_fused(x_BND):
+            return self.feed(self._attend_fused(x_BND, positions), True)
+        return self.feed(self._attend_loop(x_BND, None, "", positions), False)
 
     def feed(self, x_BND: Tensor, fused: bool) -> Tensor:
         """Return the second half of the level: the input plus all feed-forward outputs."""
@@ -169,8 +175,9 @@ class Block(nn.Module):
         return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The cache is neither copied nor pickled.
-        return {**super().__getstate__(), "_fused": {}}
+        # Neither the cache nor compiled code, which is of these weights, is copied or pickled.
+        state = {name: value for name, value in super().__getstate__().items() if name != "level"}
+        return {**state, "_fused": {}}
 
 
 class FusedWeights(NamedTuple):

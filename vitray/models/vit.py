@@ -95,7 +95,8 @@ class ViT(nn.Module):
         """Return the last block's output for patches with positions added: all of an image, or a subset."""
         x_BND, positions = self.first_input(x_BND), self.attention_positions(places)
         for level, block in enumerate(self.blocks):
-            x_BND = block(self.level_input(level, x_BND, places), trace, f"block{level:02d}", positions)
+            key = "" if trace is None else f"block{level:02d}"  # compiled code is of one key
+            x_BND = block(self.level_input(level, x_BND, places), trace, key, positions)
         return x_BND
 
     def first_input(self, x_BND: Tensor) -> Tensor:

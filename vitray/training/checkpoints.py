@@ -10,7 +10,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -219,6 +219,23 @@ def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
+def page_lock(tensors: Iterable[Tensor]) -> threading.Thread | None:
+    """Page-lock host memory for copies of the GPU tensors among these, on a thread beside training.
+
+    torch keeps the memory for the first checkpoint, which would otherwise hold up a step while it is locked.
+    """
+    sizes = [(tensor.shape, tensor.dtype) for tensor in tensors if tensor.is_cuda]
+    if not sizes:
+        return None
+
+    def lock() -> None:
+        _ = [torch.empty(shape, dtype=dtype, pin_memory=True) for shape, dtype in sizes]
+
+    thread = threading.Thread(target=lock, name="page-lock", daemon=True)
+    thread.start()
+    return thread
+
+
 def _host_copy(tensor: Tensor) -> Tensor:
     # Copies to pinned memory need not be waited for. torch reuses the memory for later checkpoints.
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -245,11 +262,17 @@ class Saver:
         self._error: BaseException | None = None
         self.latest: int | None = None
         """The step of the last complete checkpoint."""
+        self.is_prepared = False
         # One checkpoint waits while one is written; a third blocks training until storage catches up.
         self._places = threading.Semaphore(2)
         self._waiting: queue.Queue[tuple[HostCopy, Collection[int]] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._write, name="checkpoints", daemon=True)
         self._thread.start()
+
+    def prepare(self, checkpoint: Checkpoint) -> None:
+        """Page-lock host memory for checkpoints like this one, beside training."""
+        self.is_prepared = True
+        page_lock(tensor for part in checkpoint.parts.values() for tensor in part.values())
 
     def save(self, checkpoint: Checkpoint, protected: Collection[int] = ()) -> None:
         """Copy the tensors to host memory and write them soon; `protected` steps are not pruned.
@@ -257,6 +280,7 @@ class Saver:
         The tensors may change after the call, and the call does not wait for a GPU.
         """
         self._raise()
+        self.is_prepared = True
         self._places.acquire()
         self._waiting.put((copy_to_host(checkpoint), protected))
 

@@ -17,7 +17,7 @@ from vitray.system import host_facts
 from vitray.tasks.build import Task, build_task, recompute_activations
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Checkpoint
-from vitray.training.compiling import compiled
+from vitray.training.compiling import compiled_for_training
 from vitray.training.host import Host
 from vitray.training.messages import Metrics, Note, Resumed
 from vitray.training.optim import Average, build_optimizer, match_layout
@@ -82,7 +82,7 @@ def compile_model(model: nn.Module, run: Run) -> nn.Module:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-    return compiled(model, mode)
+    return compiled_for_training(model, mode)
 
 
 def checkpoint_of(run: Run, learner: Learner, state: TrainState, share: Share) -> Checkpoint:

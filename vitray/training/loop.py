@@ -270,6 +270,8 @@ def record(worker: Worker, progress: Progress, meeting: Meeting) -> None:
     }
     values |= {f"train/{name}": value for name, value in task.read_metrics(training=True).items()}
     host.send(state.recorded(state.step, values))
+    if progress.saver and not progress.saver.is_prepared:  # now the optimizer has its tensors
+        progress.saver.prepare(checkpoint_of(resolved.run, worker.learner, state, worker.share))
     saved = progress.saver and progress.saver.latest
     host.report(state.step, values, None if saved is None else checkpoints.folder_of(worker.run_dir, saved))
     host.sample(state.step)
