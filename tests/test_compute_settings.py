@@ -195,6 +195,7 @@ def test_gradients_that_graphs_add_to_are_those_of_a_plain_step(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("mode", ["default", "default, deep", "reduce-overhead", "max-autotune"])
 def test_each_mode_trains_alike_and_resumes_exactly(mode, tmp_path, monkeypatch):
     torch.compiler.reset()

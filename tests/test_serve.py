@@ -15,14 +15,14 @@ from test_deltas import fresh, is_attention, tuned
 
 from pipelines.__main__ import main
 from vitray.config import Run
-from vitray.config.serving import Limits, Serving, check_address, default_task, parse_tasks
+from vitray.config.serving import TOKEN_VARIABLE, Limits, Serving, check_address, default_task, parse_tasks
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.serving.hosted import Hosted, Item, check_tasks
 from vitray.serving.options import build_parser, read_settings
 from vitray.serving.replica import Replica
 from vitray.serving.request_body import BadRequest, Query, read_form, read_query
-from vitray.serving.serve import bundle_of, gpus_of_a_replica
+from vitray.serving.serve import bundle_of, checked, gpus_of_a_replica
 from vitray.weights import load_model, save_model
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]
@@ -174,6 +174,15 @@ def test_tasks_are_words():
 def test_bad_words_are_rejected(words, message):
     with pytest.raises(ConfigError, match=message):
         parse_tasks(words)
+
+
+def test_serve_does_not_listen_on_all_interfaces_without_a_token(monkeypatch):
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=r"RAY_SERVE_ENABLE_HA_PROXY: got 1, .* unset it, or set VITRAY_SERVE_TOKEN"):
+        checked(Serving(base="no such folder", replicas=(2, 2)), "127.0.0.1", 8000)
+    with pytest.raises(ConfigError, match="no such folder"):  # this process serves, without Ray Serve
+        checked(Serving(base="no such folder"), "127.0.0.1", 8000)
 
 
 def test_an_address_beyond_this_machine_needs_a_token():

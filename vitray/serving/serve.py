@@ -26,6 +26,8 @@ from vitray.system.storage import absolute
 from vitray.weights.addresses import is_model_uri, pin_uri
 
 NAME = "vitray"
+# With this, HAProxy, gateways and replicas of Serve listen on all interfaces, whatever --host says.
+HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 
 
 def serve_until_stopped(serving: Serving, host: str, port: int) -> None:
@@ -118,7 +120,12 @@ def bundle_of(serving: Serving) -> dict[str, float]:
 
 def checked(serving: Serving, host: str, port: int) -> Serving:
     """Return the settings with addresses that hold everywhere; refuse bad input before Ray starts."""
-    check_address(host, os.environ.get(TOKEN_VARIABLE))
+    check_address(host, token := os.environ.get(TOKEN_VARIABLE))
+    if os.environ.get(HA_PROXY) == "1" and not token and not computes_here(serving):
+        raise ConfigError(
+            f"{HA_PROXY}: got 1, with which Ray Serve listens on all interfaces, and no token; unset it, or set"
+            f" {TOKEN_VARIABLE} to a secret that requests then give as `Authorization: Bearer SECRET`"
+        )
     _check_port(host, port)
     check_tasks(serving.base, serving.tasks)
     serving = serving.model_copy(update={"base": pin_uri(serving.base)})  # fixed, also for later replicas
