@@ -8,6 +8,7 @@ VARIABLES = {
     " torch.compile made (`compiled/`), both safe to remove; default `~/.vitray`",
     "TMPDIR": "folder of temporary files: checkpoints before their upload, outputs of an evaluation above 2 GiB",
     "VITRAY_SERVE_TOKEN": "bearer token of `vitray serve`; needed for an address beyond this machine",
+    "RAY_SERVE_ENABLE_HA_PROXY": "`1`: Ray Serve listens on all interfaces, and `vitray serve` on Ray needs a token",
     "VITRAY_GROWS_WITHIN": "seconds that a run waits for an autoscaling cluster to add nodes; set by its cluster file",
     "VITRAY_GROWS_DEVICE": "`gpu` or `cpu`: the device of the nodes that the cluster adds",
     "RAY_ADDRESS": "the cluster: `host:6379` to drive a run from here, `http://...:8265` for `submit`, `jobs`, `stop`;"
