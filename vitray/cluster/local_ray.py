@@ -64,6 +64,11 @@ def is_running() -> bool:
 
 def is_lost() -> bool:
     """Whether the raylet that this process has started has ended."""
-    return bool(_raylets) and all(
-        not raylet.is_running() or raylet.status() == psutil.STATUS_ZOMBIE for raylet in _raylets
-    )
+    return bool(_raylets) and all(map(_has_ended, _raylets))
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it has ended between the two
+        return True
