@@ -89,6 +89,7 @@ VARIABLES = {
     "ray/dashboard/modules/job/job_supervisor.py": {"RAY_JOB_STOP_WAIT_TIME_S"},
     "ray/data/_internal/usage/collector.py": {"RAY_DATA_USAGE_DISABLED"},
     "ray/data/context.py": {"RAY_DATA_DISABLE_PROGRESS_BARS", "RAY_DATA_EXECUTION_NO_PROGRESS_TIMEOUT_S"},
+    "ray/serve/_private/constants.py": {"RAY_SERVE_ENABLE_HA_PROXY"},
     "ray/train/constants.py": {"RAY_TRAIN_ENABLE_STATE_TRACKING"},
     "ray/train/v2/_internal/constants.py": {
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER",
