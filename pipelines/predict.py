@@ -22,7 +22,7 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--embedding", action="store_true", help="add the pooled vector before the head")
     parser.add_argument("--features", default="", metavar="LEVELS", help="vectors of levels, as in block05,block11")
     parser.add_argument("--split", nargs="+", default=[], help="splits of a dataset of `vitray shard` (default: all)")
-    text = "fp32 is exact, without TF32 (default: that of the network's run)"
+    text = "fp32 forbids TF32 in matrix products (default: that of the network's run)"
     parser.add_argument("--precision", choices=["fp32", "bf16"], help=text)
     parser.add_argument("--compile", action="store_true", help="use torch.compile, with padded batches")
     parser.add_argument("--batch", type=int, default=64, help="images of a forward pass (default: %(default)s)")

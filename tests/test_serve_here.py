@@ -80,7 +80,10 @@ def test_errors_and_counts_are_those_of_the_gateway(running, free_port):
 def test_the_description_names_each_path(running, free_port):
     status, described = ask(free_port, "/openapi.json", method="GET")
     assert (status, described["openapi"]) == (200, "3.1.0")
+    status, page = ask(free_port, "/docs", method="GET")
+    assert status == 200
     for path, methods in described["paths"].items():
+        assert path in page
         [method] = methods
         assert ask(free_port, path, png() if method == "post" else b"", method.upper())[0] == 200
 

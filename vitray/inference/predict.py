@@ -118,7 +118,7 @@ def _networks(request: Request) -> tuple[NetworkSpec, ...]:
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
         names = list(request.models)
-    # fp32, if asked for, is exact.
+    # fp32, if asked for, is that of matrix products on a GPU, too.
     changes = {"precision": request.precision, "tf32": False} if request.precision else {}
     return tuple(spec._replace(name=name, **changes) for spec, name in zip(specs, names, strict=True))
 

@@ -38,7 +38,7 @@ class _Graph(NamedTuple):
 class GraphedNetwork:
     """A network whose forward passes are graphs: one for each power of two of images, captured when it is first needed.
 
-    A batch is filled up to the next power with images of an earlier one; what they give is left out.
+    A batch is filled up to the next power with other images, black or of an earlier one; what they give is left out.
     """
 
     def __init__(self, network: nn.Module, capture: Callable[[Call], Call] = capture) -> None:
@@ -62,7 +62,7 @@ class GraphedNetwork:
 
     def _captured(self, images_BCHW: Tensor, size: int) -> _Graph:
         """The graph of a number of images; it is not run yet."""
-        inputs = images_BCHW.repeat_interleave(size, dim=0)[:size].contiguous()
+        inputs = images_BCHW.new_zeros(size, *images_BCHW.shape[1:])
         outputs = torch.empty_like(self._network(inputs))
 
         def run() -> None:

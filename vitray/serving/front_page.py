@@ -1,7 +1,9 @@
 """What a server shows to people and to generators of clients: a page with its tasks, and its OpenAPI description."""
 
+from typing import Any
+
 # Without anything from another host. Texts of the server are set as text, so that a class name is never markup.
-PAGE = """<!doctype html>
+_HEAD = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>vitray serve</title>
 <style>
@@ -15,14 +17,18 @@ meter { width: 8rem } td { padding: .15rem .8rem .15rem 0 }
 @media (prefers-color-scheme: dark) { body { background: #14191f; color: #dbe3ec } label { color: #9fb0c2 } }
 </style>
 <h1>vitray serve</h1>
-<form><fieldset>
+"""
+PAGE = (
+    _HEAD
+    + """<form><fieldset>
 <label>task <select id="task"></select></label>
 <label>image <input id="image" type="file" accept="image/*" required></label>
 <label>token, if the server has one <input id="token" type="password" autocomplete="off"></label>
 <button>predict</button>
 </fieldset></form>
 <p id="message" role="alert"></p><img id="shown" alt="" hidden><table id="answer"></table>
-<p><a href="openapi.json">openapi.json</a> describes the requests.</p>
+<p><a href="docs">The requests</a>, and their description for generators of clients,
+<a href="openapi.json">openapi.json</a>.</p>
 <script>
 const at = name => document.getElementById(name)
 const headers = () => at("token").value ? {Authorization: "Bearer " + at("token").value} : {}
@@ -59,6 +65,7 @@ document.forms[0].onsubmit = async event => {
 list()
 </script></html>
 """
+)
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
     " connect-src 'self'; img-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -107,7 +114,7 @@ def _json(schema: dict[str, object]) -> dict[str, object]:
     return {"application/json": {"schema": schema}}
 
 
-OPENAPI = {
+OPENAPI: dict[str, Any] = {
     "openapi": "3.1.0",
     "info": {"title": "vitray serve", "version": "1", "description": "A network and deltas of it, as tasks."},
     "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
@@ -144,3 +151,22 @@ OPENAPI = {
         "/metrics": {"get": {"summary": "Counts for Prometheus", "responses": _answers("Text.", {"text/plain": {}})}},
     },
 }
+
+
+def _request(path: str, method: str, request: dict[str, Any]) -> str:
+    """Return a request as a row of the page that describes them."""
+    parameters = [each["name"] for each in request.get("parameters", ())]
+    body = ", ".join(request["requestBody"]["content"]) if "requestBody" in request else ""
+    query = f"?{'&amp;'.join(f'{name}=' for name in parameters)}" if parameters else ""
+    return f"<tr><td><code>{method.upper()} {path}{query}</code><td>{request['summary']}<td>{body}</tr>"
+
+
+DOCS = "\n".join(
+    [
+        f"{_HEAD}<p>{OPENAPI['info']['description']} A request gives the token, if the server has one, as",
+        "<code>Authorization: Bearer TOKEN</code>. An error is JSON with one message.</p>",
+        "<table><tr><th>request<th>answer<th>body</tr>",
+        *(_request(path, *each) for path, methods in OPENAPI["paths"].items() for each in methods.items()),
+        '</table><p><a href="openapi.json">openapi.json</a> has every field; <a href=".">try one</a>.</p></html>',
+    ]
+)

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from vitray.config.serving import LOOPBACK, TOKEN_VARIABLE, Serving, check_address
 from vitray.errors import one_line
-from vitray.serving.front_page import OPENAPI, PAGE, PAGE_HEADERS
+from vitray.serving.front_page import DOCS, OPENAPI, PAGE, PAGE_HEADERS
 from vitray.serving.hosted import logger
 from vitray.serving.request_body import BadRequest, Query, read_query
 
@@ -24,7 +24,7 @@ HEALTH_SECONDS = 5
 # Bodies that are parsed at a time, beside the event loop.
 PARSERS = 2
 ROUTES = {"/v1/predict": "POST", "/v1/tasks": "GET", "/healthz": "GET", "/metrics": "GET"}
-ROUTES |= {"/": "GET", "/openapi.json": "GET"}
+ROUTES |= {"/": "GET", "/docs": "GET", "/openapi.json": "GET"}
 
 
 class Metrics:
@@ -100,8 +100,8 @@ class Gateway:
             raise BadRequest(405, f"method: got {request.method[:20]}, expected {ROUTES[path]} for {path}")
         if path == "/healthz":
             return await self._health(), ""
-        if path == "/":
-            return Response(PAGE, media_type="text/html", headers=PAGE_HEADERS), ""
+        if path in ("/", "/docs"):
+            return Response(DOCS if path == "/docs" else PAGE, media_type="text/html", headers=PAGE_HEADERS), ""
         if path == "/openapi.json":
             return JSONResponse(OPENAPI), ""
         self._check_token(request.headers.get("authorization", ""))
