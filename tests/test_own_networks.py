@@ -81,6 +81,15 @@ def test_a_run_is_saved_loaded_and_evaluated(place):
     assert vitray.evaluate(str(model), str(place / "data"), out=place / "scores")["top1"] == recorded
 
 
+def test_a_process_that_is_connected_to_ray_computes_itself(place, ray_cluster, tmp_path):
+    model, data = str(place / "runs" / "first" / "model"), str(place / "data")
+    recorded = vitray.open_run("first", place / "runs").outcome["val_top1"]
+    assert vitray.evaluate(model, data, out=tmp_path / "scores")["top1"] == recorded
+    assert vitray.predict(model, place / "photos", tmp_path / "answers")["written"] == 48
+    with pytest.raises(ConfigError, match="own/small is known in this process alone, and not to workers on Ray"):
+        vitray.evaluate(model, data, out=tmp_path / "refused", workers=2)
+
+
 def test_it_is_fine_tuned_by_its_head(place):
     settings = TINY | {"data.url": str(place / "data"), "task.weights": str(place / "runs" / "first" / "model")}
     run = load_run("demo_finetune", settings | {"task.mode": "head"})

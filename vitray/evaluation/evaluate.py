@@ -22,7 +22,7 @@ from vitray.evaluation.corruptions import CorruptedImages, check_corrupted, corr
 from vitray.evaluation.page import write_evaluation
 from vitray.evaluation.results import Evaluation, Result, Scored, check_finite, compare, score
 from vitray.evaluation.texts import fixed_titles, score_text
-from vitray.inference.engine import actor_session, numerics_of
+from vitray.inference.engine import actor_session, numerics_of, workers_for
 from vitray.inference.images import ImageSet, name_of, open_images
 from vitray.inference.models import describe_network
 from vitray.inference.network_spec import NetworkSpec
@@ -126,6 +126,7 @@ def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
     names += [images.split] if images.split != "val" else []
     folder = request.out or storage.join(DEFAULT_FOLDER, "-".join(names).replace("/", "-"))
     check_writable(folder)
+    request = request._replace(workers=workers_for([network.spec for network in networks], request.workers))
     with actor_session(request.workers):
         if request.out_of_fold:
             results = [_out_of_fold(request, networks, images, folder)]

@@ -24,6 +24,7 @@ from vitray.inference.images import Images
 from vitray.inference.network_spec import NetworkSpec, Numerics, Wanted
 from vitray.inference.networks import Networks, views_of
 from vitray.models.network import AnyNetwork
+from vitray.models.own_networks import is_of_this_process, require_declared
 
 # Chunks in work at a time, in this process or on an actor: one is read and decoded while another is computed.
 AT_A_TIME = 2
@@ -118,6 +119,17 @@ def run_job(
             yield from _on_actors(job, spans, workers)
     else:
         yield from _here(job, spans, loaded)
+
+
+def workers_for(networks: Sequence[NetworkSpec], workers: int | None) -> int | None:
+    """Return the wanted number of workers: this process where it alone knows one of the networks.
+
+    Actors that are asked for are then refused.
+    """
+    own = [network.network for network in networks if is_of_this_process(network.network)]
+    if own and workers not in (None, 1):
+        require_declared(own[0])
+    return 1 if own else workers
 
 
 def actor_session(workers: int | None) -> AbstractContextManager[None]:

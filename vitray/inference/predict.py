@@ -14,7 +14,7 @@ from vitray.cluster import session
 from vitray.cluster.storage_check import check_writable
 from vitray.data.shards.tasks import ProgressLine
 from vitray.errors import ConfigError, RunError
-from vitray.inference.engine import Job, needs_actors, numerics_of, run_job
+from vitray.inference.engine import Job, needs_actors, numerics_of, run_job, workers_for
 from vitray.inference.listing import ImageList, check_some_decode, list_images
 from vitray.inference.models import describe_network
 from vitray.inference.network_spec import NetworkSpec
@@ -79,7 +79,8 @@ def predict(request: Request, to: TextIO | None = None) -> Prediction:
     if missing:
         check_some_decode(plan.images)
         check_writable(plan.out)
-        is_here = request.workers is None and not needs_actors(None)
+        workers = workers_for(plan.networks, request.workers and max(request.workers))
+        is_here = request.workers is None and not needs_actors(workers)
         with nullcontext() if is_here else session.ray_session():
             plan = _placed(plan, is_here)
             began = time.monotonic()

@@ -84,10 +84,14 @@ def checked_output(model: Model, network: nn.Module, images_BCHW: Tensor) -> Ten
     return output
 
 
+def is_of_this_process(name: str) -> bool:
+    """Whether other processes do not find this network: it was added here, and no package declares it."""
+    return name.startswith(OWN) and name.removeprefix(OWN) not in entry_points(group=GROUP).names
+
+
 def require_declared(name: str) -> None:
     """Refuse a network of this process alone, for workers on Ray."""
-    own = name.removeprefix(OWN)
-    if name.startswith(OWN) and own not in entry_points(group=GROUP).names:
+    if is_of_this_process(name):
         raise ConfigError(
             f"model.name: {name} is known in this process alone, and not to workers on Ray; expected here=True, or a"
             f" package on all nodes that declares it, by an entry point of the group {GROUP}"

@@ -12,7 +12,7 @@ import numpy as np
 
 from vitray.config.evaluation import NEEDS
 from vitray.data.shards.tasks import ProgressLine
-from vitray.inference.engine import Job, Span, actor_session, needs_actors, numerics_of, run_job
+from vitray.inference.engine import Job, Span, actor_session, needs_actors, numerics_of, run_job, workers_for
 from vitray.inference.networks import Networks
 from vitray.inspection.report.figures import FIGURES
 from vitray.inspection.report.subjects import Subject, View
@@ -72,7 +72,7 @@ def measure(
     times = f" (each image {passes} times)" if passes > 1 else ""
     progress = ProgressLine(f"{', '.join(names)}{times}:", passes * len(images))
     specs = [subject.spec._replace(name=subject.name) for subject in subjects]
-    workers = workers if len(images) > MOST_IN_PROCESS else 1
+    workers = workers_for(specs, workers) if len(images) > MOST_IN_PROCESS else 1
     with actor_session(workers):
         on_actors = needs_actors(workers)
         compute = MeasureBatch(names, subjects[0].levels, None if on_actors else progress.add)
