@@ -20,6 +20,7 @@ from cifar10_rates import NOT_CHOSEN
 from cifar10_records import NOTHING, collect, records_text
 from cifar10_texts import (
     ATTENTION,
+    COMMANDS,
     HEAD,
     HOURS,
     IN_A_MINUTE,
@@ -141,6 +142,8 @@ def page(records: Mapping[str, Any]) -> str:
     if label_curves(records):
         parts += [f"![Linear probes by the share of labels](images/{LABELS_PICTURE})", LABEL_CURVES]
     parts += [ATTENTION, "## Costs", costs_table(records), NOT_TESTED]
+    commands = [train_command(thing, cell) for thing in THINGS for cell in cells_of(thing)]
+    parts += ["## Commands", COMMANDS, f"{HOURS}\n" + "\n".join(commands) + "\n```"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -186,7 +189,7 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
     commands.insert(0, shlex.join(["vitray", "sweep", thing.recipe, rates, *thing.rate_overrides, "--name", rates]))
     commands.insert(1, "python experiments/cifar10_rates.py sweeps")
     yield f"{HOURS}\n" + "\n".join(commands) + "\n```"
-    yield "[The zoo](zoo.md#commands) has the command of each cell."
+    yield "[The end of this page](#commands) has the command of each cell."
     if NOT_CHOSEN in tune_spaces.path_of(thing.space).read_text():
         yield "The rates are not chosen yet: those below are provisional."
     elif tried := rates_table(thing, records):

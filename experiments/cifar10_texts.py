@@ -101,6 +101,7 @@ THINGS = (
     ),
 )
 
+COMMANDS = "Each trains the first seed of a cell. Those with weights in `sweeps/` need the stages of their sweep there."
 HOURS = "<!-- not run: trains for hours -->\n```"
 """The beginning of a block."""
 

@@ -63,9 +63,9 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="vitray evaluate",
         description="Scores networks on each image of a split exactly once, and compares several in pairs. MODEL is a"
-        " model folder, a delta, models:/name@alias, runs:/<id>/<path>, s3:// or a weights file of another library."
-        " DATA is a dataset, or a folder, tar, Parquet file or index that `vitray shard` reads. A command that was"
-        " killed continues when it is repeated. An example: vitray evaluate runs/a/model runs/b/model data/demo",
+        " model folder, a delta, zoo/NAME, models:/name@alias, runs:/<id>/<path>, s3:// or a weights file of another"
+        " library. DATA is a dataset, or a folder, tar, Parquet file or index that `vitray shard` reads. A command that"
+        " was killed continues when it is repeated. An example: vitray evaluate runs/a/model runs/b/model data/demo",
     )
     parser.add_argument("words", nargs="+", metavar="MODEL... DATA", help="one or more networks, then the images")
     parser.add_argument(

@@ -14,7 +14,8 @@ def main(args: list[str]) -> dict[str, Any]:
         prog="vitray export",
         description="Writes a new folder: the network, the preparation of its images (preprocessing.json), and"
         " parity.json: the largest difference of a logit and the changed top-1 over images, and the latency before and"
-        " after. MODEL is a model folder, a delta, models:/name@alias, runs:/<id>/<path>, s3:// or a weights file.",
+        " after. MODEL is a model folder, a delta, zoo/NAME, models:/name@alias, runs:/<id>/<path>, s3:// or a weights"
+        " file.",
         epilog="example: vitray export runs/first/model --to onnx --data data/demo",
     )
     parser.add_argument("model", metavar="MODEL", help="a network with a head")

@@ -15,8 +15,8 @@ def main(args: list[str]) -> dict[str, Any]:
         description="Shows the inside of a network: attention over images with the predicted classes, attention"
         " distance and entropy by head and level, parallel branches, filters, positions, similarity of levels, token"
         " lengths, weights, and the changes from MODEL to another network. MODEL is a model folder, a"
-        " delta, models:/name@alias, runs:/<id>/<path>, s3:// or a weights file of another library. DATA is a dataset"
-        " or source of `vitray evaluate`.",
+        " delta, zoo/NAME, models:/name@alias, runs:/<id>/<path>, s3:// or a weights file of another library. DATA is a"
+        " dataset or source of `vitray evaluate`.",
         epilog="examples: vitray inspect runs/first/model data/demo; vitray inspect deit_b.pth cat.jpg dog.png"
         " --figures rollout",
     )

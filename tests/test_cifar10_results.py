@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import sys
-import tarfile
 
 import pytest
 from scipy import stats
@@ -15,20 +14,16 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import cifar10_pictures
 import cifar10_rates
 import cifar10_results
-import cifar10_zoo
 from cifar10_differences import contrast, pooled_cells
 from cifar10_texts import THINGS, Thing
 
 import tune_spaces
 from pipelines import recipes
-from vitray.config import Run, load_run
-from vitray.models.network import build_network
+from vitray.config import load_run
 from vitray.runs.run_dir import OUTCOME
 from vitray.sweeps.plan import SWEEP_META
 from vitray.sweeps.space import grid_points, name_of, read_space
 from vitray.sweeps.trial_store import POINTS, TrialEntry, TrialRecord, write_record
-from vitray.training.checkpoints import Checkpoint, write_checkpoint
-from vitray.weights import identity_of, open_weights, save_model
 
 DEPTH, MODES, STEMS = THINGS
 
@@ -303,57 +298,3 @@ def test_the_lookup_of_a_space_is_the_one_that_the_script_writes(name):
     assert rewritten.replace(cifar10_rates.CHOSEN, cifar10_rates.NOT_CHOSEN) == text.replace(
         cifar10_rates.CHOSEN, cifar10_rates.NOT_CHOSEN
     )
-
-
-# ---- zoo -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_zoo_holds_the_first_seed_of_each_cell_without_paths_of_the_machine(tmp_path):
-    sweep = made_sweep(tmp_path / "sweeps", DEPTH, {"6x2 seed=0": 0.5, "6x2 seed=1": 0.9})
-    run = Run().replace({"model.name": "vit_u1x1_8", "model.image_size": 32, "model.num_classes": 2})
-    run = run.replace({"data.url": f"{tmp_path}/data/cifar10"})
-    network = build_network(run.model)
-    save_model(str(sweep / "6x2 seed=0" / "model"), run, network, ["cat", "dog"])
-    (sweep / "3x4 seed=0").mkdir()
-    (sweep / "3x4 seed=0" / OUTCOME).write_text(json.dumps({"state": "stopped early", "val_top1": 0.3, "model": None}))
-    elsewhere = "| cifar10_depth_x_branches-4x3.tar | vit_u4x3_8 | 51.25 (50.27 to 52.23) | 2,478 | cf2f44711fb29e3a |"
-    for attempt in ("one", "two"):
-        (tmp_path / f"{attempt}.md").write_text(f"{elsewhere}\n| cifar10_depth_x_branches-6x2.tar | of before |\n")
-        cifar10_zoo.main(str(tmp_path / "sweeps"), tmp_path / attempt, tmp_path / f"{attempt}.md")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
-    assert set(files) == {"cifar10_depth_x_branches-6x2.tar", "SHA256SUMS"}
-    assert files == {path.name: path.read_bytes() for path in (tmp_path / "two").iterdir()}
-    assert str(tmp_path).encode() not in files["cifar10_depth_x_branches-6x2.tar"]
-    with tarfile.open(tmp_path / "one" / "cifar10_depth_x_branches-6x2.tar") as tar:
-        tar.extractall(tmp_path / "unpacked", filter="data")
-    loaded = open_weights(str(tmp_path / "unpacked" / "cifar10_depth_x_branches-6x2"))
-    assert identity_of(loaded.vit.state_dict()) == identity_of(network.state_dict())
-    assert loaded.run.data.url == "data/cifar10"
-    page = (tmp_path / "one.md").read_text()
-    interval = stats.binomtest(5000, 10_000).proportion_ci(0.95, "wilson")
-    assert f"50.00 ({100 * interval.low:.2f} to {100 * interval.high:.2f})" in page
-    assert "vitray train cifar10_supervised model.name=vit_u6x2_8" in page
-    assert page.index(".tar | vit_u1x1_8 |") < page.index(elsewhere)  # in the order of the cells
-    assert "vitray train cifar10_supervised model.name=vit_u4x3_8" in page
-    assert "of before" not in page
-
-
-def test_the_zoo_holds_earlier_networks_of_the_first_cell(tmp_path):
-    sweep = made_sweep(tmp_path / "sweeps", DEPTH, {"12x1 seed=0": 0.5})
-    run_dir = sweep / "12x1 seed=0"
-    outcome = json.loads((run_dir / OUTCOME).read_text()) | {"curves": {"val/top1": [[5, 0.3], [10, 0.5]]}}
-    (run_dir / OUTCOME).write_text(json.dumps(outcome))
-    run = Run().replace({"model.name": "vit_u1x1_8", "model.image_size": 32, "model.num_classes": 2})
-    network, earlier = build_network(run.model), build_network(run.model)
-    save_model(str(run_dir / "model"), run, network, ["cat", "dog"])
-    for step, each in ((3, network), (5, earlier), (10, network)):  # an interruption at step 3
-        parts = {"model": {f"vit.{name}": tensor for name, tensor in each.state_dict().items()}}
-        write_checkpoint(str(run_dir), Checkpoint(step, parts, {}))
-    cifar10_zoo.main(str(tmp_path / "sweeps"), tmp_path / "zoo", tmp_path / "zoo.md")
-    names = ["cifar10_depth_x_branches-12x1-step5", "cifar10_depth_x_branches-12x1"]
-    assert {path.stem for path in (tmp_path / "zoo").glob("*.tar")} == {*names}
-    for name, each, top1 in zip(names, (earlier, network), ("30.00", "50.00"), strict=True):
-        with tarfile.open(tmp_path / "zoo" / f"{name}.tar") as tar:
-            tar.extractall(tmp_path, filter="data")
-        assert identity_of(open_weights(str(tmp_path / name)).vit.state_dict()) == identity_of(each.state_dict())
-        assert f"| {top1} (" in row_of((tmp_path / "zoo.md").read_text(), f"| {name}.tar ")

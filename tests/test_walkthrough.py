@@ -18,8 +18,6 @@ from test_readme import CLONED, UNCHECKED, Block, blocks, commands, run_python
 
 from pipelines import recipes
 from pipelines.__main__ import main
-from vitray import ViT
-from vitray.config import load_run
 from vitray.system import storage
 from vitray.weights import load_model, save_model
 
@@ -131,7 +129,6 @@ def clone(tmp_path_factory, ray_cluster, s3_server):
             write_folder(clone / "ILSVRC2012" / split, count)
         write_dataset(clone / "data/cars", {"val": 20})
         write_cifar(clone)
-        write_zoo(clone)
         write_deit3(clone / "deit_3_base_224_1k.pth")
         torch.save(torchvision.models.resnet50().state_dict(), clone / "resnet50-11ad3fa6.pth")
         write_folder(s3_server / "bucket/photos", 12)
@@ -170,12 +167,6 @@ def write_deit3(path: Path) -> None:
     for number in (1, 2):
         state = {name.replace(f"ls{number}.gamma", f"gamma_{number}"): each for name, each in state.items()}
     torch.save({"model": state}, path)
-
-
-def write_zoo(folder: Path) -> None:
-    """Write a network as the zoo's page unpacks it."""
-    run = load_run(recipes.path_of("cifar10_supervised"), ["model.name=vit_u6x2_8", "model.num_classes=10"])
-    save_model(str(folder / "cifar10_depth_x_branches-6x2"), run, ViT(run.model), CIFAR10)
 
 
 def write_deltas() -> None:

@@ -113,7 +113,8 @@ class LoadedNetwork:
 def load(address: str | os.PathLike[str], device: str | torch.device | None = None) -> LoadedNetwork:
     """Return a trained network, ready for images; on a GPU if there is one.
 
-    `address`: a model folder, `models:/name@alias`, `runs:/ID/PATH`, `s3://`, or a file of weights of another library
+    `address`: a model folder, `zoo/NAME`, `models:/name@alias`, `runs:/ID/PATH`, `s3://`, or a file of weights of
+    another library
     """
     return LoadedNetwork(address, device)
 

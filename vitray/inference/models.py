@@ -1,7 +1,7 @@
 """Networks by address: a picklable description, from which any process loads the network itself.
 
-An address is a model folder, a delta, `models:/name@alias`, `runs:/<id>/<path>`, `s3://`, or a weights file of another
-library.
+An address is a model folder, a delta, `zoo/NAME`, `models:/name@alias`, `runs:/<id>/<path>`, `s3://`, or a weights file
+of another library.
 """
 
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
         f" {TOKEN_VARIABLE}, if set, is the token that requests need.",
         epilog="example: vitray serve runs/base/model cars=runs/cars/model birds=models:/birds@champion",
     )
-    parser.add_argument("model", metavar="MODEL", help="the base: a model folder, models:/name@alias, s3://")
+    parser.add_argument("model", metavar="MODEL", help="the base: a model folder, zoo/NAME, models:/name@alias, s3://")
     parser.add_argument("tasks", nargs="*", metavar="TASK=DELTA", help="deltas of the base, each with a name")
     parser.add_argument("--host", default="127.0.0.1", help="beyond this machine a token is needed (%(default)s)")
     for option, most, default, text in (

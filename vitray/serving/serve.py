@@ -20,9 +20,8 @@ from vitray.cluster.session import (
 )
 from vitray.config.serving import LOOPBACK, TOKEN_VARIABLE, Serving, check_address
 from vitray.errors import ConfigError, RunError, one_line
-from vitray.serving.hosted import check_tasks, is_alias
+from vitray.serving.hosted import check_tasks
 from vitray.system.mlflow_client import tracking_uri
-from vitray.system.storage import absolute
 from vitray.weights.addresses import is_model_uri, pin_uri
 
 NAME = "vitray"
@@ -141,7 +140,7 @@ def checked(serving: Serving, host: str, port: int) -> Serving:
 
 
 def _anywhere(url: str) -> str:
-    return url if is_alias(url) or is_model_uri(url) else absolute(url)
+    return url if is_model_uri(url) else pin_uri(url)
 
 
 def _check_port(host: str, port: int) -> None:

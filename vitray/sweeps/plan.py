@@ -250,14 +250,14 @@ def with_absolute_addresses(point: SweepPoint) -> SweepPoint:
 
 
 def _absolute(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    from vitray.weights.addresses import is_model_uri
+    from vitray.weights.addresses import is_model_uri, pin_uri
 
     absolute = dict(settings)
     for name, value in settings.items():
         if isinstance(value, Mapping):
             absolute[name] = _absolute(value, f"{section}{name}.")
         elif f"{section}{name}" in ADDRESSES and not (placeholders(value) or is_model_uri(str(value))):
-            absolute[name] = storage.absolute(value) if isinstance(value, str) else value
+            absolute[name] = pin_uri(value) if isinstance(value, str) else value
     return absolute
 
 

@@ -1,4 +1,4 @@
-"""MLflow addresses of models (`models:/`, `runs:/`), resolved to the folder that holds the model."""
+"""Addresses of models (`models:/`, `runs:/`, `zoo/`), resolved to the folder that holds the model."""
 
 import atexit
 import re
@@ -16,6 +16,7 @@ from vitray.config.parsing import short
 from vitray.errors import ConfigError, nearest, one_line, redact_uri
 from vitray.system import storage
 from vitray.system.mlflow_client import import_mlflow, in_thread, in_time, open_client, tracking_uri, user_dir
+from vitray.weights.zoo import zoo_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -61,12 +62,12 @@ def is_model_uri(url: str) -> bool:
 
 
 def resolve_uri(url: str) -> str:
-    """Return the path or s3:// address of the model folder (or weights) at an MLflow address; pass others through.
+    """Return the path or s3:// address of the model folder (or weights) at an address.
 
     Artifacts that are only available through the MLflow server are downloaded.
     """
     if not is_model_uri(url):
-        return url
+        return zoo_folder(url) or url
     with _mlflow_lookup(url) as (client, uri):
         place, model_id = in_time(lambda: _artifact_location(client, uri))
         if place.startswith("file:"):
@@ -89,7 +90,7 @@ def resolve_uri(url: str) -> str:
 def pin_uri(url: str) -> str:
     """Return an address that stays valid: a path made absolute, an alias replaced by its current version."""
     if not is_model_uri(url):
-        return storage.absolute(url)
+        return url if zoo_folder(url) else storage.absolute(url)
     with _mlflow_lookup(url) as (client, uri):
         if not uri["alias"]:
             return url

@@ -24,7 +24,7 @@ from vitray.config.validation import explain_error
 from vitray.errors import ConfigError
 from vitray.models.adapters import merge_lora
 from vitray.system import storage
-from vitray.weights.addresses import is_model_uri, pin_uri, resolve_uri
+from vitray.weights.addresses import pin_uri, resolve_uri
 from vitray.weights.convert import import_state
 from vitray.weights.files import State, as_float32
 
@@ -85,7 +85,7 @@ def make_delta(location: str, state: State, base_url: str) -> Delta:
     """Return the delta of a network, to be saved at `location`, from its base."""
     url = pin_uri(base_url)
     base = read_state(url)
-    is_path = not (is_model_uri(url) or storage.is_remote(url) or storage.is_remote(location))
+    is_path = os.path.isabs(url) and not storage.is_remote(location)
     beside = os.path.relpath(url, storage.absolute(location)) if is_path else None
     taken = tuple(name for name, tensor in state.items() if _is_same(tensor, base.get(name)))
     return Delta(base=Origin(url=url, beside=beside, identity=identity_of(base)), taken=taken)

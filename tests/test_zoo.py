@@ -1,0 +1,74 @@
+"""The networks that come with vitray: their scores on photographs, their names as addresses, and their page."""
+
+import os
+import sys
+
+import pytest
+import torch
+from scipy import stats
+from test_layers import ROOT
+
+import vitray
+from vitray import ConfigError
+from vitray.weights import identity_of, load_model, open_weights, read_delta
+from vitray.weights.addresses import pin_uri, resolve_uri
+from vitray.weights.zoo import FOLDER, zoo_names
+
+sys.path.insert(0, str(ROOT / "experiments"))
+import write_zoo
+
+# As their cards say, of all test images.
+TOP1 = {"cifar10_3x1": 0.8743}
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """The first 20 test images of each class of CIFAR-10."""
+    return vitray.shard(ROOT / "tests" / "cifar10", tmp_path_factory.mktemp("cifar10") / "data").path
+
+
+@pytest.mark.parametrize("name", zoo_names())
+def test_a_network_scores_on_photographs_what_its_card_says(name, photographs, tmp_path):
+    assert f"{100 * TOP1[name]:.2f} % top-1 of the 10,000" in (FOLDER / name / "card.md").read_text()
+    report = vitray.evaluate(f"zoo/{name}", photographs, split="test", out=tmp_path / "scores")
+    low, high = stats.binom(200, TOP1[name]).interval(0.999)
+    assert report["images"] == 200
+    assert low <= 200 * report["top1"] <= high
+
+
+def test_its_page_is_that_of_the_cards_and_all_are_small():
+    assert write_zoo.PAGE.read_text() == write_zoo.page()
+    assert set(zoo_names()) == set(TOP1)
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 12e6
+    for name in zoo_names():
+        assert str(open_weights(f"zoo/{name}").run.data.url) == "data/cifar10"
+
+
+def test_a_name_is_an_address_on_every_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert pin_uri("zoo/cifar10_3x1") == "zoo/cifar10_3x1"
+    run, vit, classes = load_model("zoo/cifar10_3x1")
+    with torch.no_grad():
+        vit.head.bias.add_(1)
+    vitray.save_model("delta", run, vit, classes, relative_to="zoo/cifar10_3x1")
+    assert (delta := read_delta("delta")) is not None
+    assert (delta.base.url, delta.base.beside) == ("zoo/cifar10_3x1", None)
+    (tmp_path / "elsewhere").mkdir()
+    os.rename(tmp_path / "delta", tmp_path / "elsewhere" / "moved")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert identity_of(load_model("moved").vit.state_dict()) == identity_of(vit.state_dict())
+
+
+def test_unknown_names_are_refused_and_folders_of_ones_own_are_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = (
+        "zoo/cifar10_3x: neither a network of vitray nor a path; expected zoo/cifar10_3x1; did you mean cifar10_3x1?"
+    )
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        vitray.load("zoo/cifar10_3x")
+    (tmp_path / "zoo" / "mine").mkdir(parents=True)
+    assert resolve_uri("zoo/mine") == "zoo/mine"
+    assert pin_uri("zoo/mine") == str(tmp_path / "zoo" / "mine")
+    (tmp_path / "zoo" / "cifar10_3x1").mkdir()
+    assert resolve_uri("zoo/cifar10_3x1") == str(FOLDER / "cifar10_3x1")
+    assert pin_uri("./zoo/cifar10_3x1") == str(tmp_path / "zoo" / "cifar10_3x1")
