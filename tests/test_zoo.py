@@ -9,9 +9,11 @@ from scipy import stats
 from test_layers import ROOT
 
 import vitray
-from vitray import ConfigError
+from vitray import ConfigError, load_run
+from vitray.models.network import build_network
 from vitray.weights import identity_of, load_model, open_weights, read_delta
 from vitray.weights.addresses import pin_uri, resolve_uri
+from vitray.weights.pretrained import open_initial_weights
 from vitray.weights.zoo import FOLDER, zoo_names
 
 sys.path.insert(0, str(ROOT / "experiments"))
@@ -57,6 +59,15 @@ def test_a_name_is_an_address_on_every_machine(tmp_path, monkeypatch):
     os.rename(tmp_path / "delta", tmp_path / "elsewhere" / "moved")
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert identity_of(load_model("moved").vit.state_dict()) == identity_of(vit.state_dict())
+
+
+def test_a_fine_tuning_takes_all_settings_that_define_the_network():
+    """One of them, `ffn_ratio`, once was forgotten in a list of these settings."""
+    run = load_run("demo_finetune", {"task.weights": "zoo/cifar10_3x1", "model.num_classes": 4})
+    run, weights = open_initial_weights(run, run.task, ("a", "b", "c", "d"))
+    assert (run.model.ffn_ratio, run.model.image_size, run.task.weights) == (2.0, 48, "zoo/cifar10_3x1")
+    assert weights.url == "zoo/cifar10_3x1"
+    assert build_network(run.model).state_dict().keys() == weights.state.keys()
 
 
 def test_unknown_names_are_refused_and_folders_of_ones_own_are_read(tmp_path, monkeypatch):

@@ -21,26 +21,10 @@ from vitray.weights import LoadedModel, identity_of, load_tokenizer, open_weight
 from vitray.weights.addresses import pin_uri
 from vitray.weights.freezing import Audit, Tuned, audit, part_of, prepare
 
-# Settings that define the function of a network. The others only affect execution or training, or are adapted.
-FUNCTION_SETTINGS = (
-    "name",
-    "class_token",
-    "distillation_token",
-    "registers",
-    "pool",
-    "positions",
-    "attention",
-    "heads",
-    "layerscale",
-    "activation",
-    "qk_norm",
-    "norm",
-    "bias",
-    "norm_eps",
-    "adapters",
-    "resnet_eps",
-    "stem_norm_eps",
-)
+# Settings that only affect execution or training, or are adapted. All others define the function of a network.
+FREE_SETTINGS = {"image_size", "patches", "num_classes", "head", "drop_path", "drop_path_draw", "drop_path_schedule"}
+FREE_SETTINGS |= {"dropout", "batch_momentum", "execution", "residual"}
+FUNCTION_SETTINGS = tuple(name for name in Model.model_fields if name not in FREE_SETTINGS)
 # The settings that define the function of a network of torchvision; its name decides the rest.
 OTHER_SETTINGS = ["name", "image_size"]
 
