@@ -240,7 +240,7 @@ def test_a_killed_mailbox_changes_nothing(place, undisturbed):
     outcome = train(recipe(place), "unheard", str(place / "runs"))
     assert killed
     note = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_run(outcome.mlflow_run).data.tags["vitray.note"]
-    assert note.splitlines()[0] == f"{worker_mailbox.LOST}; the workers start again"
+    assert f"{worker_mailbox.LOST}; the workers start again" in note.splitlines()
     assert same(weights(outcome.home), undisturbed[1])
     assert losses(outcome.mlflow_run) == undisturbed[2]
     assert scores(outcome.mlflow_run, "val/loss") == scores(undisturbed[0].mlflow_run, "val/loss")
