@@ -10,6 +10,7 @@ import mlflow
 import pytest
 
 import vitray
+from pipelines.__main__ import main
 from vitray.config import load_run
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError
@@ -106,6 +107,15 @@ def test_the_command_of_a_finished_sweep_trains_nothing(folder, capsys):
 def test_no_trial_starts_after_the_budget_is_spent(folder):
     outcome = swept(folder, f"{GRID}budget: {{minutes: 1.0e-9}}\n", "spent")
     assert (outcome.trials, outcome.finished) == (2, 0)
+
+
+def test_what_each_trial_would_refuse_is_refused_before_them(folder, capsys):
+    with pytest.raises(ConfigError, match=r"data[.]cache: got decoded with --here, expected none"):
+        swept(folder, name="refused", **{"data.cache": "decoded"})
+    assert not (folder / "sweeps" / "refused" / "points.json").exists()
+    arguments = [str(folder / "tiny.yaml"), str(folder / "space.yaml"), "data.cache=decoded", "--here", "--dry-run"]
+    assert main(["sweep", *arguments]) == 2
+    assert "data.cache: got decoded with --here" in capsys.readouterr().err
 
 
 def test_a_trial_of_several_processes_is_refused(folder):

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 from vitray.config import Run
 from vitray.errors import ConfigError, OwnershipLost
+from vitray.runs.local_start import Place
 from vitray.runs.resolve import TrialHook, check_storage
 from vitray.runs.train import train
+from vitray.runs.train_here import check_settings
 from vitray.sweeps.plan import Recipe, SweepPlan, plan_sweep, this_machine
-from vitray.sweeps.space import Space
+from vitray.sweeps.space import Space, check_space, run_of
 from vitray.sweeps.sweep import begun
 from vitray.sweeps.trial_store import RecordState, Scored, TrialRecord, TrialStore, read_record, recorded, write_record
 from vitray.system import storage
@@ -38,7 +40,7 @@ def sweep_here(recipe: Recipe, space: Space, name: str, out: str, command: str) 
     storage.check_name(name, "name")
     sweep_dir = storage.join(storage.absolute(out), name)
     check_storage(sweep_dir)
-    _check(space, recipe.run)
+    check_here(space, recipe.run)
     plan = plan_sweep(recipe.run, space, [this_machine()], sweep_dir)
     begin = partial(begun, plan, recipe, name, command, sweep_dir, follows=False)
     with own_folder(sweep_dir, name, PATIENCE) as ownership, begin(ownership.id) as logger:
@@ -58,8 +60,8 @@ def sweep_here(recipe: Recipe, space: Space, name: str, out: str, command: str) 
         return logger.finish()
 
 
-def _check(space: Space, base: Run) -> None:
-    """Refuse what needs one process that sees all trials, and trials of several processes."""
+def check_here(space: Space, base: Run) -> None:
+    """Refuse what needs one process that sees all trials, and what a trial by itself would refuse."""
     if base.compute.worker_range not in (None, (1, 1)):
         raise ConfigError(
             f"compute.workers: got {base.compute.workers} with --here, expected 1: a trial is one process"
@@ -71,6 +73,8 @@ def _check(space: Space, base: Run) -> None:
         raise ConfigError(f"search.kind: got {space.search.kind}, expected grid or random {wanted}")
     if space.scheduler.kind != "none":
         raise ConfigError(f"scheduler.kind: got {space.scheduler.kind}, expected none {wanted}")
+    for point in check_space(space, base):
+        check_settings(run_of(base, point), Place())
 
 
 def _ended(plan: SweepPlan, store: TrialStore, name: str) -> str:
