@@ -26,14 +26,14 @@ Trained networks that come with vitray. `zoo/NAME` is one wherever a network has
 ```
 vitray weights show zoo/cifar10_3x1
 vitray predict zoo/cifar10_3x1 photos out/answers
-vitray inspect zoo/cifar10_3x1 --images photos
+vitray inspect zoo/cifar10_3x1 photos
 ```
 
 ```python
 import vitray
 
 network = vitray.load("zoo/cifar10_3x1")
-print(network.classes[:3])  # ['airplane', 'automobile', 'bird']
+print(len(network.classes))  # 10
 ```
 
 To start from one, set `task.weights`, as in `vitray train demo_finetune task.weights=zoo/cifar10_3x1`. A network that

@@ -62,8 +62,8 @@ IMAGENET = 1_281_167
 DEMOS = {"demo", "demo_distill", "demo_finetune", "demo_flexible", "demo_hybrid", "demo_masked", "demo_tokenizer"}
 DEMOS |= {"demo_scenes", "demo_self_distillation", "demo_torchvision"}
 CIFAR = {"cifar10_supervised", "cifar10_finetune", "cifar10_masked", "cifar10_tokenizer", "cifar10_lejepa"}
-CIFAR |= {"cifar10_speedrun"}
-OURS = DEMOS | CIFAR | {"finetune"}  # recipes without a paper
+CIFAR |= {"cifar10_speedrun", "cifar10_self_distillation"}
+OURS = DEMOS | CIFAR | {"finetune", "few_labels"}  # recipes without a paper
 # Recipes that begin with the network of another one, whose command their header has too.
 BEGIN_WITH = {"demo_distill": "demo", "demo_finetune": "demo", "demo_masked": "demo_tokenizer"}
 BEGIN_WITH |= {"finetune": "demo", "cifar10_finetune": "cifar10_supervised", "cifar10_masked": "cifar10_tokenizer"}
@@ -121,7 +121,7 @@ each_expectation = pytest.mark.parametrize(("path", "expected"), EXPECTATIONS)
 
 
 def test_no_recipe_is_missed():
-    assert len(RECIPES) == 39
+    assert len(RECIPES) == 41
     assert len(EXPECTATIONS) == 57
     assert [path.stem for path in RECIPES] == recipes.names()
     assert all(recipes.path_of(path.stem) == path for path in RECIPES)

@@ -671,10 +671,10 @@ SPACES = sorted((ROOT / "tune_spaces").rglob("*.y*ml"))
 
 
 def sweeps(path):
-    """The arguments of each `vitray sweep` command in a file's header, without its --name."""
+    """The arguments of each `vitray sweep` command in a file's header, without its --name and --here."""
     head = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#")).replace(" \\\n#    ", "")
     commands = re.findall(r"^# vitray sweep (.+)$", head, re.MULTILINE)
-    return [shlex.split(re.sub(r" --name \S+", "", command)) for command in commands]
+    return [shlex.split(re.sub(r" --name \S+| --here", "", command)) for command in commands]
 
 
 def test_all_spaces_are_listed():
@@ -711,7 +711,7 @@ def test_every_point_of_every_command_is_a_run_with_a_schedule(path):
 def test_a_header_has_purpose_and_source(path):
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any(line.startswith("# Shows: ") for line in head)
-    is_ours = path.stem.startswith(("demo", "cifar10", "folds"))
+    is_ours = path.stem.startswith(("demo", "cifar10", "folds", "few_labels"))
     assert is_ours or re.fullmatch(r"# source: .+(Figure|Table)s? \d.*; not measured by us", head[1])
 
 
@@ -722,7 +722,7 @@ def test_a_header_has_purpose_and_source(path):
         ("stems", 52), ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 15), ("demo_stems", 18),
         ("folds", 5), ("positions", 8), ("demo_positions", 10), ("finetune_mode", 15),
         ("cifar10_depth_x_branches", 20), ("cifar10_depth_x_branches_rates", 16), ("cifar10_finetune_mode", 30),
-        ("cifar10_finetune_mode_rates", 25), ("cifar10_stems", 36), ("cifar10_stems_rates", 46),
+        ("cifar10_finetune_mode_rates", 25), ("cifar10_stems", 36), ("cifar10_stems_rates", 46), ("few_labels", 15),
     ],
 )  # fmt: skip
 def test_spaces_have_the_points_of_the_papers_figures(name, points):

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from contextlib import suppress
 from difflib import SequenceMatcher
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from test_layers import ROOT
@@ -23,7 +25,7 @@ from write_notebooks import FOLDER, notebook_of, page_of
 
 # The order in which a reader meets them: later ones use the networks of earlier ones.
 ORDER = ["photographs", "deltas", "sweep", "folds", "scenes", "without-labels", "inside", "hundred-tasks", "cluster"]
-ORDER += ["ask", "features", "own-loop", "two-runs", "best-trial"]
+ORDER += ["ask", "features", "own-loop", "two-runs", "best-trial", "few-labels"]
 PICTURES = sorted((ROOT / "docs/images").glob("tutorial_*.png"))
 MOST_BYTES = 150_000
 pages = pytest.mark.parametrize("name", ORDER)
@@ -145,6 +147,7 @@ def test_the_pictures_are_small_and_shown():
 # As of test_walkthrough: fewer images and steps, one worker. The run `long` is stopped while it trains.
 LONG = {"optim.duration": "400 steps", "evaluate.every": "100 steps", "checkpoint.every": "100 steps"}
 TEXTS = {"range(2000)": "range(800)", "epoch 1/4": " step "}
+TEXTS |= {"few100=0.0016667": "few100=0.2", "few1000=0.016667": "few1000=0.2", "dev=0.05": "dev=0.2"}
 RAY_PORTS = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
 
 
@@ -154,11 +157,24 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def write_noise(folder: Path) -> None:
+    """Write noise of ten classes as the four files of Fashion-MNIST."""
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    for split, images in (("train", 200), ("t10k", 20)):
+        pixels = draw.integers(0, 256, (images, 28, 28), np.uint8)
+        head = struct.pack(">IIII", 0x803, *pixels.shape)
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(head + pixels.tobytes())
+        labels = struct.pack(">II", 0x801, images) + bytes(place % 10 for place in range(images))
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(labels)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An empty folder with a `vitray` that trains little, and the texts in place of those of cells. The programs that
-    a failed notebook leaves are ended."""
+    """A folder with images of noise as Fashion-MNIST, a `vitray` that trains little, and the texts in place of those of
+    cells. The programs that a failed notebook leaves are ended."""
     folder = tmp_path_factory.mktemp("tutorials")
+    write_noise(folder / "fashion-mnist")
     (folder / "bin").mkdir()
     program = folder / "bin/vitray"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT / "tests/notebook_runner.py"} "$@"\n')
