@@ -51,7 +51,7 @@ BAD_OVERRIDES = [
         "task.kind=finetune",
         [
             "task.weights: got nothing, expected a vitray model folder (a path, s3://, ",
-            ") or a weights file of another",
+            ") or another library's weights file",
         ],
     ),
     ("task=finetune", ["task.weights: got nothing, expected a vitray model folder"]),

@@ -83,8 +83,7 @@ class Distillation(Section):
     only head does."""
 
     teacher: Text
-    """The teacher: a model folder (a path, s3://, zoo/NAME, runs:/, models:/name@alias) or a weights file of another
-    library."""
+    """The teacher: a model folder (a path, s3://, zoo/NAME, runs:/, models:/name@alias) or another library's file."""
     target: Literal["hard", "soft"] = "hard"
     """hard: the cross-entropy with the teacher's most probable class; soft: temperature^2 times the Kullback-Leibler
     divergence from the teacher's probabilities, averaged over images. DeiT's code also divides it by the number of
@@ -223,8 +222,7 @@ class Finetune(Section):
     traits: ClassVar = TaskTraits(needs=("labels",))
     kind: Literal["finetune"] = "finetune"
     weights: Text
-    """A vitray model folder (a path, s3://, zoo/NAME, runs:/, models:/name@alias) or a weights file of another
-    library."""
+    """A vitray model folder (a path, s3://, zoo/NAME, runs:/, models:/name@alias) or another library's weights file."""
     mode: Mode = "full"
     """The parts to train, besides the head. full: all; attn, ffn: attention or feed-forwards of every branch, and
     positions; attn_norm: attn and norms; last: the last `levels` and the last norm; norm: norms; bias: all biases but

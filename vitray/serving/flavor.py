@@ -34,6 +34,7 @@ from vitray.weights.addresses import (
 )
 from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, Delta, identity_of, read_delta, read_state
 from vitray.weights.folder import check_member, flatten_model, load_model, load_tokenizer
+from vitray.weights.zoo import FOLDER as ZOO
 
 PACKAGE = Path(__file__).parents[1]
 PYFUNC = Path(__file__).with_name("pyfunc.py")
@@ -130,17 +131,23 @@ def _save_pyfunc(path: Path, artifacts: Mapping[str, Path], tasks: Sequence[str]
     """Write a model that MLflow can serve: code as source, weights as safetensors, no pickle."""
     # MLflow keeps the name of the code file in the model.
     code = Path(shutil.copyfile(PYFUNC, artifacts["model"].with_name("serving.py")))
+    package = shutil.copytree(PACKAGE, code.with_name("code") / PACKAGE.name, ignore=_other_weights)
     mlflow.pyfunc.save_model(
         path,
         python_model=code,
         artifacts={name: str(folder) for name, folder in artifacts.items()},
-        code_paths=[str(PACKAGE)],
+        code_paths=[str(package)],
         signature=_signature(bool(tasks)),
         input_example=_input_example(tasks),
         # Without local versions such as +cu130, which only torch's own index has.
         pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in REQUIREMENTS],
         mlflow_model=description,
     )
+
+
+def _other_weights(folder: str, _: Sequence[str]) -> list[str]:
+    """Return what a logged model leaves out of a folder of the package: its networks, and bytecode."""
+    return ["__pycache__", *([ZOO.name] if Path(folder) == ZOO.parent else [])]
 
 
 def _save_folder(path: Path, folder: Path, description: Model) -> None:
