@@ -24,7 +24,6 @@ HEAD = """\
 Trained networks that come with vitray. `zoo/NAME` is one wherever a network has an address:
 
 ```
-vitray weights show zoo/cifar10_3x1
 vitray predict zoo/cifar10_3x1 photos out/answers
 vitray inspect zoo/cifar10_3x1 photos
 ```

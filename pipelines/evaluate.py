@@ -8,7 +8,7 @@ from pipelines import recipes
 from pipelines.__main__ import run_verb
 from vitray import verbs
 from vitray.config.evaluation import feature_probes
-from vitray.system import storage
+from vitray.weights.zoo import check_there
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def main(args: list[str]) -> dict[str, Any]:
 
         return {"checkpoints": probe_checkpoints(options.words, options.probes)}
     models = [word for word in options.words if "=" not in word] if options.vtab else options.words[:-1]
-    storage.check_there(*models)
+    check_there(*models)
     if options.vtab:
         from vitray.evaluation.vtab.evaluate import VtabRequest, evaluate_vtab
         from vitray.evaluation.vtab.page import vtab_text

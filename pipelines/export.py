@@ -6,7 +6,7 @@ from typing import Any
 from pipelines.__main__ import run_verb
 from vitray import verbs
 from vitray.exports.options import graph_targets, listed_targets, targets_with
-from vitray.system import storage
+from vitray.weights.zoo import check_there
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def main(args: list[str]) -> dict[str, Any]:
     if options.images < 1 or options.rounds < 1 or not 0 <= options.bound <= 1:
         parser.error("expected --images and --rounds from 1 on, and --bound from 0 to 1")
 
-    storage.check_there(options.model)
+    check_there(options.model)
     values = vars(options)
     values.pop("json")
     report = verbs.export(**values)

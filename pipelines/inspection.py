@@ -6,7 +6,7 @@ from typing import Any
 from pipelines.__main__ import run_verb
 from vitray import verbs
 from vitray.config.evaluation import NEEDS
-from vitray.system import storage
+from vitray.weights.zoo import check_there
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def main(args: list[str]) -> dict[str, Any]:
     if options.images < 1 or not (options.workers is None or options.workers > 0):
         parser.error("expected --images and --workers from 1 on")
 
-    storage.check_there(options.model, *([options.compare] if options.compare else []))
+    check_there(options.model, *([options.compare] if options.compare else []))
     report = verbs.inspect(
         options.model,
         options.words,

@@ -5,7 +5,7 @@ from typing import Any
 
 from pipelines.__main__ import run_verb
 from vitray import verbs
-from vitray.system import storage
+from vitray.weights.zoo import check_there
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def main(args: list[str]) -> dict[str, Any]:
         parser.error("expected --batch and --part from 1 on, and --top-k from 0 on")
 
     *models, images, out = options.words
-    storage.check_there(*models)
+    check_there(*models)
     report = verbs.predict(
         models,
         images,

@@ -4,13 +4,13 @@ from typing import Any
 
 from pipelines.__main__ import run_verb
 from vitray.serving.options import build_parser, read_settings
-from vitray.system import storage
+from vitray.weights.zoo import check_there
 
 
 def main(args: list[str]) -> dict[str, Any]:
     options = build_parser().parse_args(args)
     serving = read_settings(options)
-    storage.check_there(serving.base, *serving.tasks.values())
+    check_there(serving.base, *serving.tasks.values())
     from vitray.serving.serve import serve_until_stopped  # torch takes a second
 
     serve_until_stopped(serving, options.host, options.port)

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray.system import storage
+from vitray.weights.zoo import check_there
 
 ARGUMENTS = {"show": "one address", "flatten": "DELTA TARGET", "repatch": "MODEL PATCH TARGET, PATCH in pixels"}
 ARGUMENTS |= {"checkpoint": "RUN TARGET, or RUN/checkpoints/step-00001200 TARGET"}
@@ -40,7 +40,7 @@ def main(args: list[str]) -> dict[str, Any]:
     if options.image_size is not None and (options.action != "repatch" or options.image_size < 1):
         parser.error(f"--image-size {options.image_size}: expected a number of pixels, and action repatch")
 
-    storage.check_there(options.url)
+    check_there(options.url)
     from vitray.cluster.storage_check import check_outlives_job
     from vitray.runs.model_output import save_checkpoint
     from vitray.weights import describe_weights, flatten_model, repatch_model

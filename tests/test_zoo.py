@@ -1,5 +1,6 @@
 """The networks that come with vitray: their scores on photographs, their names as addresses, and their page."""
 
+import json
 import os
 import sys
 
@@ -9,6 +10,7 @@ from scipy import stats
 from test_layers import ROOT
 
 import vitray
+from pipelines.__main__ import main
 from vitray import ConfigError, load_run
 from vitray.models.network import build_network
 from vitray.weights import identity_of, load_model, open_weights, read_delta
@@ -36,6 +38,13 @@ def test_a_network_scores_on_photographs_what_its_card_says(name, photographs, t
     low, high = stats.binom(200, TOP1[name]).interval(0.999)
     assert report["images"] == 200
     assert low <= 200 * report["top1"] <= high
+
+
+def test_a_command_takes_the_name(photographs, tmp_path, capsys):
+    assert main(["predict", "zoo/cifar10_3x1", photographs, str(tmp_path / "answers"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["written"] == 200
+    assert main(["predict", "zoo/cifar10", photographs, str(tmp_path / "others")]) == 2
+    assert "neither a network of vitray nor a path; expected zoo/cifar10_3x1" in capsys.readouterr().err
 
 
 def test_its_page_is_that_of_the_cards_and_all_are_small():

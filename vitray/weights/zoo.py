@@ -7,6 +7,7 @@ folder of your own with the same name is `./zoo/NAME`.
 from pathlib import Path
 
 from vitray.errors import ConfigError, nearest
+from vitray.system import storage
 
 PREFIX = "zoo/"
 FOLDER = Path(__file__).parent.parent / "zoo"
@@ -28,3 +29,8 @@ def zoo_folder(url: str) -> str | None:
         return None
     expected = ", ".join(f"{PREFIX}{each}" for each in names)
     raise ConfigError(f"{url}: neither a network of vitray nor a path; expected {expected}{nearest(name, names)}")
+
+
+def check_there(*urls: str) -> None:
+    """Refuse a local address of a network where nothing is; those of S3 and MLflow are looked up later."""
+    storage.check_there(*(url for url in urls if zoo_folder(url) is None))
