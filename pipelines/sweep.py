@@ -33,16 +33,19 @@ def main(args: list[str]) -> dict[str, Any]:
 
     from vitray.sweeps.plan import dry_run
     from vitray.sweeps.sweep import retry_failed, sweep
-    from vitray.sweeps.sweep_here import check_here, sweep_here
 
     if options.dry_run:
         if options.here:
+            from vitray.sweeps.sweep_here import check_here  # it loads torch
+
             check_here(inputs.space, inputs.recipe.run)
         return dry_run(inputs.recipe.run, inputs.space, inputs.stages)
     if options.retry_failed:
         retry_failed(inputs.space, name, options.out)
     command = verbs.sweep_command(options.recipe, options.space, options.settings, options.add, name, options.out)
     if options.here:
+        from vitray.sweeps.sweep_here import sweep_here
+
         outcome = sweep_here(inputs.recipe, inputs.space, name, options.out, f"{command} --here")
         return {"name": name} if outcome is None else outcome._asdict()
     return sweep(inputs.recipe, inputs.space, name, options.out, command, inputs.stages)._asdict()
