@@ -311,7 +311,7 @@ def test_folds_are_repeats_of_a_group_and_every_image_counts_once():
     assert "Results over folds" in page
     assert "of 101 images right, out of fold" in page
     assert "70.30 (60.77 to 78.33) of 101" in page
-    assert "intervals are somewhat too narrow" in page
+    assert "folds share most of what they are trained on (Nadeau and Bengio" in page
     page = render(results_of(fold_sweep(trials)._replace(goal="val/map")), {}, b"")
     assert "right, out of fold" not in page
     assert "is that of vitray evaluate MODELS DATA --split train --out-of-fold" in page

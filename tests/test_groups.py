@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitray.metrics.groups import dunnett, pool, seeds_to_tell, tukey
+from vitray.metrics.groups import dunnett, overlap_of_folds, pool, scatter_p, seeds_to_tell, tukey
 
 NAMES = "abcdef"
 
@@ -92,6 +92,45 @@ def test_a_missing_seed_leaves_no_effect_of_it_in_a_difference():
     assert first is not None
     assert second is not None
     assert second.difference("a", "b") == pytest.approx(first.difference("a", "b"))
+
+
+def test_effects_are_means_as_if_each_group_had_all_seeds():
+    scores = {"a": {0: 0.5, 1: 0.6}, "b": {0: 0.6, 1: 0.7, 2: 0.2}}  # seed 2 is hard
+    scores |= {"c": {0: 0.4, 1: 0.5, 2: 0.0}}
+    pooled = pool(scores, by_seed=True)
+    assert pooled is not None
+    assert pooled.effects == pytest.approx([0.4, 0.5, 0.3])
+    assert pool(scores, by_seed=False).effects == pytest.approx([0.55, 0.5, 0.3])  # type: ignore[union-attr]
+
+
+def test_a_group_that_shares_no_seed_leaves_the_others_compared():
+    scores = drawn(np.random.default_rng(7), (4, 4, 4), seed_sd=2.0)
+    alone = {"x": {8: 1.0, 9: 2.0}, **scores, "y": {seed + 20: score for seed, score in scores["a"].items()}}
+    first, second = pool(scores, by_seed=True), pool(alone, by_seed=True)
+    assert first is not None
+    assert second is not None
+    assert second.groups == ("a", "b", "c")
+    assert tukey(first, [("a", "b")]) == tukey(second, [("a", "b")])
+
+
+def test_folds_scatter_as_nadeau_and_bengio_say():
+    """The corrected resampled t-test, by hand: the variance of k differences times 1 / k + 1 / (k - 1)."""
+    scores = drawn(np.random.default_rng(8), (5, 5), seed_sd=2.0)
+    apart = np.subtract(*samples(scores))
+    error = np.sqrt(apart.var(ddof=1) * (1 / 5 + 1 / 4))
+    pooled = pool(scores, True, overlap_of_folds(5, 5))
+    assert pooled is not None
+    assert pooled.difference("a", "b") == pytest.approx((apart.mean(), error))
+    [own] = tukey(pooled, [("a", "b")])
+    assert own.p == pytest.approx(2 * stats.t.sf(abs(apart.mean()) / error, 4))
+
+
+def test_groups_that_scatter_unequally_are_found():
+    alike = drawn(np.random.default_rng(9), (5, 5, 5))
+    wide = {**alike, "c": {seed: 20 * score for seed, score in alike["c"].items()}}
+    assert scatter_p(alike) == pytest.approx(stats.bartlett(*samples(alike)).pvalue)
+    assert scatter_p(alike) > 0.05 > 0.001 > scatter_p(wide)  # type: ignore[operator]
+    assert scatter_p({"a": {0: 1.0, 1: 1.0}, "b": {0: 1.0, 1: 2.0}}) is None
 
 
 def test_what_cannot_be_compared_has_no_variance():

@@ -1,4 +1,4 @@
-"""Intervals and comparisons: equal to scipy and to slow resampling, and plain about differences near zero."""
+"""Intervals and comparisons: equal to scipy, to formulas and to slow resampling, and plain about small differences."""
 
 import numpy as np
 import pytest
@@ -76,8 +76,27 @@ def test_pairs_are_drawn_together():
     paired = compare_hits(a, b).difference
     assert paired.difference == pytest.approx(a.mean() - b.mean(), abs=1e-12)
     assert paired.high - paired.low < 0.4 * (bootstrap(a).high - bootstrap(a).low)
+    drawn = bootstrap(a.astype(float) - b)
+    assert (paired.low, paired.high) == pytest.approx((drawn.low, drawn.high), abs=1e-3)
     reverse = compare_hits(b, a).difference
-    assert (reverse.low, reverse.high) == pytest.approx((-paired.high, -paired.low), abs=1e-3)
+    assert (reverse.low, reverse.high) == pytest.approx((-paired.high, -paired.low))
+
+
+@pytest.mark.parametrize(("images", "shares"), [(20, (0.01, 0.01)), (60, (0.05, 0.02)), (400, (0.2, 0.1))])
+def test_the_interval_of_a_difference_holds_it_as_often_as_its_level(images, shares):
+    """By Bonett and Price's formula of the counts; a bootstrap of 20 images is [0, 0] in two of three draws."""
+    rng, inside = np.random.default_rng(1), 0
+    for _ in range(2000):
+        only_a, only_b, _ = rng.multinomial(images, [*shares, 1 - sum(shares)])
+        a, b = np.zeros((2, images))
+        a[:only_a] = 1
+        b[only_a : only_a + only_b] = 1
+        found = compare_hits(a, b).difference
+        p, q = (only_a + 1) / (images + 2), (only_b + 1) / (images + 2)
+        half = stats.norm.ppf(0.975) * np.sqrt((p + q - (p - q) ** 2) / (images + 2))
+        assert (found.low, found.high) == pytest.approx((p - q - half, p - q + half))
+        inside += found.low <= shares[0] - shares[1] <= found.high
+    assert inside / 2000 > 0.935
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
@@ -94,7 +113,7 @@ def test_mcnemar_equals_scipys_binomial_test(pairs):
 def test_a_comparison_says_plainly_whether_the_difference_is_significant():
     same = compare_hits(np.ones(100), np.ones(100))
     assert not same.significant
-    assert same.difference[:3] == (0.0, 0.0, 0.0)
+    assert same.difference[:3] == pytest.approx((0.0, -0.0272, 0.0272), abs=1e-4)
     assert "is not significant" in same.sentence()
     clear = compare_hits(np.ones(100), np.r_[np.zeros(20), np.ones(80)])
     assert clear.significant
@@ -132,9 +151,9 @@ def test_as_many_images_as_said_find_a_difference(tests, gain):
     assert 0.75 < np.mean(found) < 0.85
 
 
-def test_few_images_are_not_enough_for_a_bootstrap_alone():
+def test_few_images_are_not_enough():
     few = compare_hits(np.ones(3), np.zeros(3))
-    assert few.difference.excludes_zero
+    assert few.difference[:3] == pytest.approx((1.0, -0.1012, 1.0), abs=1e-4)
     assert few.mcnemar.p_value == 0.25
     assert not few.significant
 

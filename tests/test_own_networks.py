@@ -85,7 +85,8 @@ def test_a_process_that_is_connected_to_ray_computes_itself(place, ray_cluster, 
     model, data = str(place / "runs" / "first" / "model"), str(place / "data")
     recorded = vitray.open_run("first", place / "runs").outcome["val_top1"]
     assert vitray.evaluate(model, data, out=tmp_path / "scores")["top1"] == recorded
-    assert vitray.predict(model, place / "photos", tmp_path / "answers")["written"] == 48
+    for number, workers in enumerate((None, 1)):
+        assert vitray.predict(model, place / "photos", tmp_path / f"answers{number}", workers=workers)["written"] == 48
     with pytest.raises(ConfigError, match="own/small is known in this process alone, and not to workers on Ray"):
         vitray.evaluate(model, data, out=tmp_path / "refused", workers=2)
 

@@ -79,6 +79,7 @@ def test_a_continuation_is_a_new_trial_with_the_network_of_its_source_and_other_
 def write(run_dir, step, seconds=5.0):
     state = {
         "train_state": {"step": step, "seconds": seconds, "records": [{"step": 1}], "pending": [1], "best_step": 2}
+        | {"pending_probes": [1], "best": {"top1": 0.9}, "recent": [0.5]}
     }
     write_checkpoint(run_dir, Checkpoint(step, {"model": {"weight": torch.randn(3)}}, state))
 
@@ -93,8 +94,9 @@ def test_a_continuation_begins_with_the_tensors_of_its_source(tmp_path, s3_serve
     continue_from(folder, target)
     there, here = read_checkpoint(source, 4), read_checkpoint(target, 4)
     assert torch.equal(there.parts["model"]["weight"], here.parts["model"]["weight"])
-    # The time and the records before belong to the source.
-    assert here.state["train_state"] == {"step": 4, "seconds": 0.0, "records": [], "pending": [], "best_step": 2}
+    # The time, the records and the best step before belong to the source.
+    of_the_source = {"seconds": 0.0, "records": [], "pending": [], "pending_probes": [], "best": {}, "best_step": None}
+    assert here.state["train_state"] == {"step": 4, "recent": [0.5], **of_the_source}
     write(target, 6)
     continue_from(folder, target)  # started again, it keeps its own checkpoints
     assert complete_steps(target) == [4, 6]

@@ -252,6 +252,7 @@ def test_the_page_says_what_seeds_have_in_common_and_how_many_would_tell():
         results = results_of(repeated(near, shared_stage=stage))
         texts[stage] = html.unescape(render(results, {}, b""))
         assert f"takes {results.seeds_to_tell} seeds a group" in texts[stage]
+        assert f"{results.seeds_to_tell - 3} more than there are," in texts[stage]
     assert "the effect that each has on all of them through pretrained" in texts["pretrained"]
     assert "has on all of them" not in texts[None]
     assert "is better than rule b: +2.33" in texts["pretrained"]
@@ -259,6 +260,22 @@ def test_the_page_says_what_seeds_have_in_common_and_how_many_would_tell():
     loss = results_of(repeated(near, goal="val/loss", mode="min"))
     assert loss.seeds_to_tell is None
     assert "seeds a group" not in render(loss, {}, b"")
+
+
+def test_groups_are_ordered_by_their_means_as_if_each_had_all_seeds():
+    scores = {"a": {0: 0.50, 1: 0.61}, "b": {0: 0.61, 1: 0.70, 2: 0.21}, "c": {0: 0.40, 1: 0.51, 2: 0.0}}
+    for stage, order in ((None, "abc"), ("pretrained", "bac")):
+        results = results_of(repeated(scores, shared_stage=stage))
+        assert [group.label for group in results.groups] == [f"rule {name}" for name in order]
+        assert all(pair.difference.mean > 0 for pair in results.pairs)
+
+
+def test_groups_that_scatter_unequally_are_said_to():
+    wide = {"a": {0: 0.58, 1: 0.62, 2: 0.67}, "b": {0: 0.5600, 1: 0.5601, 2: 0.5602}}
+    alike = {"a": wide["a"], "b": {0: 0.56, 1: 0.6, 2: 0.64}}
+    assert "They do not (Bartlett's test, p <0.0001)" in html.unescape(render(results_of(repeated(wide)), {}, b""))
+    assert "Bartlett" not in render(results_of(repeated(alike)), {}, b"")
+    assert "Bartlett" not in render(results_of(repeated(wide, shared_stage="pretrained")), {}, b"")
 
 
 @pytest.mark.parametrize(("groups", "pairs"), [(2, 1), (5, 10), (6, 5), (20, 19)])

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from networks import scrambled
+from scipy.stats import norm
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, f1_score, precision_score, recall_score
 from torch import Tensor
@@ -42,6 +43,7 @@ from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError
 from vitray.metrics import linear_probe
 from vitray.metrics.arrays import Labeled, ProbeInputs
+from vitray.metrics.intervals import corrected
 from vitray.metrics.knn import label_scores
 from vitray.metrics.linear_probe import fit_head, probe_linear
 from vitray.metrics.multilabel import (
@@ -168,7 +170,10 @@ def test_two_networks_are_compared_on_the_same_draws():
     better, equal = compare_maps(strong.map, weak.map), compare_maps(weak.map, same.map)
     assert better.significant
     assert better.difference.low > 0.03
-    assert "bootstrap over images: p = 0.002)" in better.sentence()
+    z = better.difference.difference / np.std(strong.map.drawn - weak.map.drawn)
+    assert better.p_value == pytest.approx(2 * norm.sf(z))
+    assert f"bootstrap over images: p = {better.p_value:.2g})" in better.sentence()
+    assert corrected([better] * 100)[0].significant
     assert not equal.significant
     assert (equal.difference.difference, equal.p_value) == (0, 1.0)
 

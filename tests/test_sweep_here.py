@@ -60,6 +60,9 @@ def test_processes_share_the_trials(folder, capsys):
         process.stdout.readline()
         assert swept(folder) is None
         assert "other processes train lr=0.01; the last writes the report" in capsys.readouterr().err
+        client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+        [parent] = client.search_runs(["1"], "tags.`vitray.kind` = 'sweep'")
+        assert parent.info.status == "RUNNING"
         process.kill()
     outcome = swept(folder)
     assert outcome is not None
@@ -70,7 +73,7 @@ def test_processes_share_the_trials(folder, capsys):
     sweep = vitray.open_sweep("rates", folder / "sweeps")
     assert sweep.trials["state"].tolist() == ["finished", "failed"]
     assert Path(sweep.report).is_file()
-    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    assert client.get_run(outcome.mlflow_run).info.status == "FINISHED"
     children = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{outcome.mlflow_run}'")
     assert {child.info.run_name: child.info.status for child in children} == {
         "lr=0.01": "FINISHED",

@@ -30,6 +30,7 @@ from vitray.system.timing import circumstances, in_rounds, ratio_of, spread_of
 from vitray.tasks.supervised import Teacher
 from vitray.training.data import training_spec, with_masks
 from vitray.training.learner import build_learner, wrap_model
+from vitray.training.loop import prepared
 from vitray.training.resolved import ResolvedRun
 from vitray.training.step import take_step
 
@@ -78,7 +79,8 @@ class DataWorker:
         logging.disable(logging.INFO)
         self.device = torch.device("cuda" if use_gpu else "cpu")
         self.load = start.load
-        self._start, self._rank, self._workers = start, rank, workers
+        self._start, self._rank, self.workers, self.threads = start, rank, workers, start.threads
+        self._resolved = start.resolved
         self._step, self._batch = 0, None
 
     def address(self) -> str:
@@ -89,22 +91,20 @@ class DataWorker:
 
     def build(self, address: str) -> str:
         """Meet the other workers, build the network, and return the hardware and versions."""
-        run = self._start.resolved.run
-        if self._workers > 1:
+        run = self._resolved.run
+        if self.workers > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, init_method=address, rank=self._rank, world_size=self._workers)
-        if self.device.type == "cpu":
-            torch.set_num_threads(self._start.threads)
-        torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
+            dist.init_process_group(backend, init_method=address, rank=self._rank, world_size=self.workers)
         host: Any = self
+        self._resolved = prepared(self._resolved, host)
         self._learner = wrap_model(build_learner(run, host), run)
-        self._share = new_share(self._rank, self._workers, ray.get_runtime_context().get_node_id())
-        self._agreed = new_share(self._rank, self._workers).broadcast
+        self._share = new_share(self._rank, self.workers, ray.get_runtime_context().get_node_id())
+        self._agreed = new_share(self._rank, self.workers).broadcast
         return circumstances(self.device, self._start.threads)
 
     def measure(self, part: Part, seconds: float) -> Measured:
         """Read images, take steps, or both, for some seconds; all workers call this together."""
-        resolved, share = self._start.resolved, self._share
+        resolved, share = self._resolved, self._share
         if part == "step":
             assert self._batch is not None, "the stream is measured first, and leaves a batch"
             marks = self._paced(partial(self._take_step, self._batch), seconds, lambda: 0.0)
@@ -127,14 +127,14 @@ class DataWorker:
         return rates(marks, seconds)
 
     def _take_step(self, batch: DeviceBatch) -> None:
-        resolved = self._start.resolved
+        resolved = self._resolved
         step = self._step % resolved.length.total
         take_step(resolved.run, step, batch, self._share, self._learner, resolved.length)
 
     def _paced(self, call: Callable[[], None], seconds: float, waited: Callable[[], float]) -> list[Mark]:
         """Repeat a call, as often on all workers, and return marks of its progress after the first one."""
         # A single worker on CPUs reads images in bursts, whose ends are marks.
-        every = 0.0 if self._workers == 1 and self.device.type == "cpu" else MEET_SECONDS
+        every = 0.0 if self.workers == 1 and self.device.type == "cpu" else MEET_SECONDS
         call()  # starts the tasks of a stream; compiles a step
         self._synchronize()
         start, marks, calls = time.perf_counter(), [Mark(0.0, 0, waited())], 1

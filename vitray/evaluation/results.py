@@ -276,7 +276,7 @@ def compare(results: Sequence[Result]) -> tuple[list[PairResult], np.ndarray | N
         PairResult(one.name, other.name, compare_maps(drawn_map, other.maps[score]), score)
         for one, other in combinations(results, 2)
         for score, drawn_map in one.maps.items()
-        if score in other.maps
+        if score in other.maps and not np.isnan(drawn_map.estimate)  # as no image has any label
     ]
     all_corrected = corrected([pair.comparison for pair in pairs])
     pairs = [pair._replace(comparison=each) for pair, each in zip(pairs, all_corrected, strict=True)]

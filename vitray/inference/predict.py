@@ -31,6 +31,7 @@ from vitray.inference.plan import (
     open_plan,
     write_plan,
 )
+from vitray.models.own_networks import is_of_this_process
 from vitray.system import storage
 
 
@@ -80,7 +81,8 @@ def predict(request: Request, to: TextIO | None = None) -> Prediction:
         check_some_decode(plan.images)
         check_writable(plan.out)
         workers = workers_for(plan.networks, request.workers and max(request.workers))
-        is_here = request.workers is None and not needs_actors(workers)
+        is_own = any(is_of_this_process(network.network) for network in plan.networks)
+        is_here = (request.workers is None or is_own) and not needs_actors(workers)
         with nullcontext() if is_here else session.ray_session():
             plan = _placed(plan, is_here)
             began = time.monotonic()

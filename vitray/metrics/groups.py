@@ -2,7 +2,7 @@
 
 All groups share the variance of their seeds (analysis of variance), so that a difference of two groups does not hang on
 a spread that few seeds of these two happen to have. Seeds are independent samples, unless runs of one seed begin with
-the same network: then each seed has an effect of its own, which cancels in differences.
+the same network or are of one fold: then each seed has an effect of its own, which cancels in differences.
 
 Shapes: G groups, S seeds, R runs.
 """
@@ -43,7 +43,7 @@ class Pooled(NamedTuple):
 
     groups: tuple[str, ...]
     effects: np.ndarray
-    """Their means; with effects of seeds, up to a constant."""
+    """Their means; with effects of seeds, as if each group had all seeds."""
     factors: np.ndarray
     """The covariances of the effects are these times the variance."""
     variance: float
@@ -61,11 +61,14 @@ class Pooled(NamedTuple):
         return self.contrast({one: 1.0, other: -1.0})
 
 
-def pool(scores: Scores, by_seed: bool) -> Pooled | None:
+def pool(scores: Scores, by_seed: bool, overlap: float = 1.0) -> Pooled | None:
     """Return the groups under one variance; None where the runs are too few for one, or share too few seeds.
 
-    `by_seed`: runs of a seed have something in common beyond chance, so each seed has an effect.
+    `by_seed`: runs of a seed have something in common beyond chance, so each seed has an effect. Only groups that a
+    chain of common seeds joins are compared: the most of them. `overlap`: how much more the means scatter than those
+    of independent runs.
     """
+    scores = _joined(scores) if by_seed else scores
     groups = tuple(scores)
     runs = [(place, seed, score) for place, name in enumerate(groups) for seed, score in scores[name].items()]
     seeds = list(dict.fromkeys(seed for _, seed, _ in runs)) if by_seed else []
@@ -75,8 +78,7 @@ def pool(scores: Scores, by_seed: bool) -> Pooled | None:
         if by_seed:
             design[row, len(groups) + seeds.index(seed)] = 1
     rank = int(np.linalg.matrix_rank(design)) if runs else 0
-    # Groups that no chain of common seeds joins cannot be compared.
-    if len(groups) < 2 or len(runs) <= rank or rank < design.shape[1] - by_seed:
+    if len(groups) < 2 or len(runs) <= rank:
         return None
     values_R = np.array([score for _, _, score in runs])
     inverse = np.linalg.pinv(design.T @ design)
@@ -84,7 +86,37 @@ def pool(scores: Scores, by_seed: bool) -> Pooled | None:
     freedom = len(runs) - rank
     variance = float(np.square(values_R - design @ fitted).sum()) / freedom
     count = len(groups)
-    return Pooled(groups, fitted[:count], inverse[:count, :count], variance, freedom, by_seed)
+    effects = fitted[:count] + (fitted[count:].mean() if by_seed else 0.0)
+    return Pooled(groups, effects, overlap * inverse[:count, :count], variance, freedom, by_seed)
+
+
+def _joined(scores: Scores) -> Scores:
+    """Return the most groups that a chain of common seeds joins."""
+    parts: list[tuple[set[str], set[Hashable]]] = []
+    for name, each in scores.items():
+        met = [part for part in parts if part[1] & each.keys()]
+        whole = {name}.union(*(names for names, _ in met)), {*each}.union(*(seeds for _, seeds in met))
+        parts = [*(part for part in parts if part not in met), whole]
+    most = max((names for names, _ in parts), key=len, default=set())
+    return {name: each for name, each in scores.items() if name in most}
+
+
+def scatter_p(scores: Scores) -> float | None:
+    """Return the p of Bartlett's test that seeds scatter alike in all groups; None where those of one do not."""
+    from scipy.stats import bartlett  # loads slowly
+
+    samples = [[*each.values()] for each in scores.values()]
+    if len(samples) < 2 or any(len({*sample}) < 2 for sample in samples):
+        return None
+    return float(bartlett(*samples).pvalue)
+
+
+def overlap_of_folds(folds: int, runs: int) -> float:
+    """Return how much more the mean of a group's runs scatters than that of independent runs (Nadeau and Bengio).
+
+    Each run learned from all folds but one, so that two of them have most of their images in common.
+    """
+    return 1 + runs / (folds - 1)
 
 
 def tukey(pooled: Pooled, pairs: Sequence[tuple[str, str]]) -> list[GroupDifference]:

@@ -1,4 +1,4 @@
-"""Uncertainty of scores: Wilson intervals, the bootstrap, and paired comparisons of two models.
+"""Uncertainty of scores: Wilson's and Bonett and Price's intervals, the bootstrap, and comparisons of two models.
 
 Of scipy's functions for these, `scipy.stats` loads for seconds, its Wilson interval takes no mean of hits, and its
 bootstrap draws rows where counts of few values suffice; so the three formulas are here, and tests compare them.
@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The mean of a less the mean of b over the same images, and its paired bootstrap interval."""
+    """The mean of a less the mean of b over the same images, and its interval."""
 
     difference: float
     low: float
@@ -73,7 +73,7 @@ class Comparison(NamedTuple):
 
     @property
     def significant(self) -> bool:
-        """Whether the interval excludes zero and the test rejects equality; of few images the first misleads."""
+        """Whether the interval excludes zero and the test rejects equality; of few images an interval misleads."""
         return self.difference.excludes_zero and self.corrected_p < 1 - self.difference.level
 
     @property
@@ -155,14 +155,23 @@ def bootstrap(
 
 
 def compare_hits(hits_a: Any, hits_b: Any) -> Comparison:
-    """Return the mean difference a - b of two models on the same N images, and McNemar's test."""
-    from scipy.special import bdtr  # loads slowly
+    """Return the mean difference a - b of two models on the same N images, and McNemar's test.
+
+    The interval is Bonett and Price's: that of the mean with two more images, one right only for a and one only for b.
+    Thus models that differ on none of few images are not certain to be equal, as they are by a bootstrap.
+    """
+    from scipy.special import bdtr, ndtri  # loads slowly
 
     a_N, b_N = np.asarray(hits_a, dtype=np.float64), np.asarray(hits_b, dtype=np.float64)
     assert a_N.shape == b_N.shape, f"hits of {a_N.shape} and {b_N.shape}: other images"
+    apart_N, images = a_N - b_N, len(a_N)
+    center = float(apart_N.sum()) / (images + 2)
+    variance = (float(apart_N @ apart_N) + 2) / (images + 2) - center**2
+    reach = float(ndtri((1 + LEVEL) / 2)) * math.sqrt(variance / (images + 2))
+    low, high = max(center - reach, -1.0), min(center + reach, 1.0)
+    difference = Difference(float(apart_N.mean()), low, high, LEVEL, images)
     only_a, only_b = int((a_N > b_N).sum()), int((b_N > a_N).sum())
     tail = float(bdtr(min(only_a, only_b), only_a + only_b, 0.5)) if only_a + only_b else 1.0
-    difference = Difference(*bootstrap(a_N - b_N), len(a_N))
     p_value = min(1.0, 2 * tail)
     return Comparison(difference, p_value, McNemar(only_a, only_b, p_value), 1, p_value)
 

@@ -39,6 +39,7 @@ from vitray.training import checkpoints
 from vitray.training.data import training_spec, with_masks
 from vitray.training.evaluator import autocast
 from vitray.training.learner import Learner, build_learner, restore, wrap_model
+from vitray.training.loop import prepared
 from vitray.training.resolved import ResolvedRun
 from vitray.training.schedule import Length, learning_rate, micro_batches, num_passes
 from vitray.training.state import TrainState
@@ -133,9 +134,6 @@ def replay(url: str, step: int, out: str | None = None) -> Replay:
         notes.append(f"the run was on another device than this {device.type}: sums round differently")
     skipped = {each for each in last.get("train_state", {}).get("skipped", ()) if each != step - 1}
     with decode_processes(Place(), None) as decoders, torch_settings_kept():
-        if device.type == "cpu":
-            torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
         host = LocalHost(
             resolved,
             run_dir,
@@ -148,7 +146,7 @@ def replay(url: str, step: int, out: str | None = None) -> Replay:
             is_stop_requested=lambda: False,
         )
         with closing(host):
-            return _replayed(resolved, run_dir, host, start, step, skipped, notes, folder)
+            return _replayed(prepared(resolved, host), run_dir, host, start, step, skipped, notes, folder)
 
 
 def _replayed(

@@ -106,8 +106,9 @@ def continue_from(folder: Path, run_dir: str) -> None:
         return
     meta = folder / checkpoints.META
     content = json.loads(meta.read_text())
-    # The time and the metrics before this step belong to the other run.
-    content["state"]["train_state"] |= {"seconds": 0.0, "records": [], "pending": []}
+    # The time, the metrics and the best scores before this step belong to the other run, as its checkpoints do.
+    of_the_other = {"seconds": 0.0, "records": [], "pending": [], "pending_probes": [], "best": {}, "best_step": None}
+    content["state"]["train_state"] |= of_the_other
     target = checkpoints.folder_of(run_dir, content["step"])
     for path in folder.iterdir():
         if path.name in content["files"]:

@@ -116,6 +116,8 @@ class SweepLogger:
             for name, record in self.store.records().items():
                 if record.state == "running":
                     self._kill(name, "its sweep was interrupted")
+        if error[0] is None:  # `finish` has ended the run, or processes without a logger train the trials
+            self._tracker.leave()
         self._tracker.__exit__(*error)
 
     def finish(self) -> SweepOutcome:

@@ -172,7 +172,16 @@ class Tracker:
             return
         self._ended = True
         self._record("end", {"status": status, "reason": reason})
-        unsent = self._upload.flush(*END_TIMEOUTS[status])
+        self._send(*END_TIMEOUTS[status])
+
+    def leave(self) -> None:
+        """Send what there is, without an end of the run: other processes go on with it."""
+        if not self._ended:
+            self._ended = True
+            self._send(*END_TIMEOUTS["KILLED"])
+
+    def _send(self, seconds: float, request_seconds: float) -> None:
+        unsent = self._upload.flush(seconds, request_seconds)
         self._upload.close()
         if unsent is not None:
             LOG.warning("tracking: %s; `vitray sync` sends them from %s", unsent, self._spool.folder)

@@ -26,8 +26,10 @@ SPARE = 0.1
 
 
 def with_local_batch(resolved: ResolvedRun, host: Host) -> ResolvedRun:
-    """Return the run with the largest local batch that fits all workers, which call this together."""
+    """Return the run with the largest local batch that fits all workers for `auto`; they call this together."""
     run, pair = resolved.run, pair_size(resolved.run)
+    if run.compute.local_batch != "auto":
+        return resolved
     sizes = share_sizes(run.optim.batch, host.workers)
     units, most = -(-max(sizes) // pair), -(-min(sizes) // pair)  # every pass has images of each worker
     passes, trial = 1, None

@@ -153,6 +153,14 @@ class Progress:
             self.saver.abandon()
 
 
+def prepared(resolved: ResolvedRun, host: Host) -> ResolvedRun:
+    """Set the threads and the products of this process, and return the run with a local batch that fits."""
+    if host.device.type == "cpu":
+        torch.set_num_threads(host.threads)
+    torch.set_float32_matmul_precision("high" if resolved.run.compute.tf32 else "highest")
+    return with_local_batch(resolved, host)
+
+
 def start_worker(resolved: ResolvedRun, run_dir: str, host: Host) -> tuple[Worker, TrainState]:
     """Return the parts of this worker and the state of the last checkpoint; all workers call this together."""
     run, device = resolved.run, host.device
@@ -160,11 +168,8 @@ def start_worker(resolved: ResolvedRun, run_dir: str, host: Host) -> tuple[Worke
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     precision, mode = precision_on(device, run.compute.precision), run.compute.compile_on(device.type)
     host.send(WorkersStarted(name, host.workers, precision, mode))
-    if device.type == "cpu":
-        torch.set_num_threads(host.threads)
-    torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
+    resolved = prepared(resolved, host)
     if run.compute.local_batch == "auto":
-        resolved = with_local_batch(resolved, host)
         run = resolved.run
         host.send(Note(f"at most {run.compute.local_batch:,} images a pass fit (compute.local_batch=auto)"))
     learner = build_learner(run, host)

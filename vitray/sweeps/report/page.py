@@ -6,7 +6,7 @@ from typing import Any
 
 from vitray.config.parsing import quoted, spelled
 from vitray.metrics.groups import MOST_SEEDS
-from vitray.metrics.intervals import POWER, Interval
+from vitray.metrics.intervals import LEVEL, POWER, Interval
 from vitray.pages.files import FORMULA_STARTS, csv_text
 from vitray.pages.plotting import DARK, LIGHT, to_png
 from vitray.pages.rendering import Column, PageSection, Picture, Table, render_page
@@ -245,26 +245,37 @@ def _differences(results: Results, pictures: Sequence[Picture]) -> Mapping[str, 
         return None
     prose = f"One group minus the other. {results.repeats.capitalize()} are taken to scatter alike in all groups"
     if results.folds:
-        prose += ", but for the effect that each has on all of them. As folds share what they are trained on, intervals"
-        prose += " are somewhat too narrow"
+        prose += ", but for the effect that each has on all of them, and more than they seem to, as folds share most of"
+        prose += " what they are trained on (Nadeau and Bengio's correction)"
     elif results.sweep.shared_stage is not None:
         prose += f", but for the effect that each has on all of them through {results.sweep.shared_stage}"
-    prose += ". Intervals (95 %) and p are Tukey's: they hold for all pairs of groups together."
+    prose += "."
+    if results.scatter_p is not None and results.scatter_p < 1 - LEVEL:
+        prose += f" They do not (Bartlett's test, p {p_text(results.scatter_p)}): between groups that scatter most,"
+        prose += " intervals are too narrow, and p too small."
+    prose += " Intervals (95 %) and p are Tukey's: they hold for all pairs of groups together."
     if measure.is_share and not results.folds:
-        seeds = results.seeds_to_tell or f"more than {MOST_SEEDS:,}"
-        prose += f" To find a difference of one point, with a chance of {100 * POWER:g} %, takes {seeds} seeds a group."
+        seeds, known = results.seeds_to_tell, max(len(group.scores) for group in results.scored)
+        more = "" if seeds is None or seeds <= known else f", {seeds - known} more than there are,"
+        prose += f" To find a difference of one point, with a chance of {100 * POWER:g} %, takes"
+        prose += f" {seeds or f'more than {MOST_SEEDS:,}'} seeds a group{more} if their scatter is as it seems."
     rows = []
     for pair in pairs:
         mean, low, high, p = pair.difference
         interval, counts = f"{measure.signed(low)} to {measure.signed(high)}", (pair.one.scores, pair.other.scores)
         n = ", ".join(dict.fromkeys(str(len(scores)) for scores in counts))
-        texts = [measure.signed(mean), interval, f"{p:.2g}", n, pair.verdict(measure.mode)]
+        texts = [measure.signed(mean), interval, p_text(p), n, pair.verdict(measure.mode)]
         rows.append([pair.one.label, pair.other.label, *texts])
     unit = "difference, points" if measure.is_share else "difference"
     heads = [Column("group"), Column("minus"), Column(unit, True), Column("95 % interval", True)]
     heads += [Column("p", True), Column("n", True)]
     table = Table("Differences", [*heads, Column("first group")], rows)
     return {"prose": prose, "pictures": pictures, "table": table}
+
+
+def p_text(p: float) -> str:
+    """Return a p value, of which no digit below 0.0001 is known."""
+    return f"{p:.2g}" if p >= 1e-4 else "<0.0001"
 
 
 def _papers(results: Results) -> Table | None:

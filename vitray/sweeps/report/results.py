@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from vitray.config.model_names import Name
-from vitray.metrics.groups import GroupDifference, pool, seeds_to_tell, tukey
+from vitray.metrics.groups import GroupDifference, overlap_of_folds, pool, scatter_p, seeds_to_tell, tukey
 from vitray.metrics.intervals import Interval, wilson
 from vitray.sweeps.report.papers import PaperResult
 from vitray.sweeps.space import shape_of
@@ -324,7 +324,9 @@ class Results(NamedTuple):
     pairs: list[Pair]
     """Of groups with several finished seeds or folds, the better group first."""
     seeds_to_tell: int | None
-    """The seeds a group with which a difference of one point would be found; None: too many, or no shares."""
+    """The seeds a group with which a difference of one point would be found; None: too many, no shares, or folds."""
+    scatter_p: float | None
+    """Of the test that seeds scatter alike in all groups; None where each seed or fold has an effect of its own."""
 
     @property
     def scored(self) -> list[Group]:
@@ -334,11 +336,7 @@ class Results(NamedTuple):
     @property
     def folds(self) -> list[Any]:
         """The folds of the sweep; none for one without."""
-        return list(
-            {
-                canonical(fold): fold for trial in self.sweep.trials if (fold := trial.settings.get(FOLD)) is not None
-            }.values()
-        )
+        return folds_of(self.sweep.trials)
 
     @property
     def repeats(self) -> str:
@@ -380,21 +378,33 @@ class Results(NamedTuple):
 def results_of(sweep: SweepResult) -> Results:
     """Return the groups of a sweep, the best first, and their differences."""
     measure = Measure(sweep.goal, sweep.mode)
-    groups = grouped(sweep.trials)
-    groups.sort(key=lambda group: measure.rank(group.mean if group.scores else None))
-    repeated = {str(place): group for place, group in enumerate(groups) if len(group.scores) > 1}
+    known = {str(place): group for place, group in enumerate(grouped(sweep.trials))}
+    scores = {name: group.scores for name, group in known.items() if len(group.scores) > 1}
+    folds = folds_of(sweep.trials)
     # A fold is as hard for one group as for another.
-    shares = sweep.shared_stage is not None or any(FOLD in trial.settings for trial in sweep.trials)
-    pooled = pool({place: group.scores for place, group in repeated.items()}, by_seed=shares)
+    shares = sweep.shared_stage is not None or bool(folds)
+    overlap = overlap_of_folds(len(folds), max(map(len, scores.values()))) if len(folds) > 1 and scores else 1.0
+    pooled = pool(scores, shares, overlap)
+    means = {name: group.mean for name, group in known.items() if group.scores}
+    means |= {} if pooled is None else dict(zip(pooled.groups, pooled.effects.tolist(), strict=True))
+    order = sorted(known, key=lambda name: measure.rank(means.get(name)))
+    groups = [known[name] for name in order]
     if pooled is None:
-        return Results(sweep, measure, groups, [], None)
-    first, *rest = repeated
-    pairs = list(combinations(repeated, 2)) if len(repeated) <= MOST_COMPARED else [(first, other) for other in rest]
+        return Results(sweep, measure, groups, [], None, None)
+    first, *rest = (name for name in order if name in pooled.groups)
+    pairs = [*combinations((first, *rest), 2)] if len(rest) < MOST_COMPARED else [(first, other) for other in rest]
     found = [
-        Pair(repeated[one], repeated[other], difference)
+        Pair(known[one], known[other], difference)
         for (one, other), difference in zip(pairs, tukey(pooled, pairs), strict=True)
     ]
-    return Results(sweep, measure, groups, found, seeds_to_tell(pooled, 0.01) if measure.is_share else None)
+    seeds = seeds_to_tell(pooled, 0.01) if measure.is_share and not folds else None
+    return Results(sweep, measure, groups, found, seeds, None if shares else scatter_p(scores))
+
+
+def folds_of(trials: Sequence[TrialResult]) -> list[Any]:
+    """Return the different folds of some trials."""
+    folds = (trial.settings.get(FOLD) for trial in trials)
+    return list({canonical(fold): fold for fold in folds if fold is not None}.values())
 
 
 def grouped(trials: Sequence[TrialResult]) -> list[Group]:
