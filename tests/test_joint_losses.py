@@ -311,9 +311,9 @@ def test_self_distillation_is_that_of_lightly():
         hidden = masks.flatten()
         taught_patches = task.teacher.head(task.teacher.vit.norm(seen[:, 1:].flatten(0, 1)[hidden]))
         own_patches = task.head(task.vit.norm(tokens[:, 1:].flatten(0, 1)[hidden]))
-        dino = DINOLoss(output_dim=12, teacher_temp=task.temperature)
+        dino = DINOLoss(output_dim=12, teacher_temp=float(task.temperature))
         dino.center.copy_(center)
-        ibot = IBOTPatchLoss(output_dim=12, teacher_temp=task.temperature)
+        ibot = IBOTPatchLoss(output_dim=12, teacher_temp=float(task.temperature))
         ibot.center.center.copy_(patch_center)
         views = vectors.unflatten(0, (IMAGES, 2)).unbind(1)
         expected = {
@@ -408,7 +408,7 @@ def test_schedules_begin_and_end_where_they_say():
     found = []
     for step in (0, 9, 10, 20, 99):
         task.before_step(step, 10, 100)
-        found.append((task.temperature, round(task.momentum, 5), task.holds_prototypes))
+        found.append((float(task.temperature), round(task.momentum, 5), task.holds_prototypes))
     assert [each[0] for each in found] == pytest.approx([0.05, 0.068, 0.07, 0.09, 0.09])
     assert [each[1] for each in found] == sorted(each[1] for each in found)
     assert found[0][1] == 0.99
@@ -539,6 +539,11 @@ def test_given_weights_go_on_after_the_head_has_learned_alone(tmp_path, settings
     [
         ({"task.mode": "attn"}, "task.mode: got attn without task.weights, expected full: all weights are new"),
         ({"task.head_first": "1 epoch"}, "task.head_first: got a length without task.weights, expected null"),
+        (
+            {"data.views": {"global": {"count": 1}, "local": None}},
+            "data.views: got one view, expected at least two: task",
+        ),
+        ({"guard.on_collapse": "stop"}, "guard.on_collapse stop needs evaluate.probes with knn or rank, and its bound"),
         ({"task.weights": "w", "task.lora.rank": 3}, "task.lora.rank is about mode lora alone; got mode full"),
         ({"task.weights": "w", "task.mode": "head"}, "task.mode: got 'head', expected 'full', 'attn', 'attn_norm'"),
     ],
@@ -555,7 +560,21 @@ def test_a_run_in_which_only_the_head_learns_is_refused(tmp_path):
     run = load_run(None, DISTILLED | start | {"optim.duration": "5 steps", "optim.warmup": "0 steps", "optim.batch": 8})
     with pytest.raises(ConfigError, match=r"task.head_first: got 1 epoch, which is 5 steps, expected fewer than the 5"):
         resolve(run)
-    assert resolve(run.replace({"task.head_first": "4 steps"})).length.total == 5
+    run = run.replace({"task.head_first": "4 steps"})
+    assert resolve(run).length.total == 5
+    with pytest.raises(
+        ConfigError, match=r"task.freeze_prototypes: got 5 steps, which is 5 steps, expected fewer than"
+    ):
+        resolve(run.replace({"task.freeze_prototypes": "5 steps"}))
+
+
+def test_weights_are_scored_with_the_temperature_of_their_step():
+    run = load_run(None, DISTILLED)
+    first, second = build_task(run), build_task(run)
+    first.before_step(8, 10, 40)
+    assert float(first.temperature) != float(second.temperature)
+    second.load_state_dict(first.state_dict())
+    assert float(first.temperature) == float(second.temperature)
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

@@ -260,6 +260,8 @@ def test_a_number_of_images_has_one_row(images):
         ),
         (["task.ibot=0", "task.shared_head=false"], "shared_head: got false with ibot 0, expected true"),
         (["data.views={global: {count: 1}, local: null}"], "data.views: got one view, expected at least two"),
+        (["task.dino=0", "guard.on_collapse=stop"], "guard.on_collapse stop needs evaluate.probes with knn or rank"),
+        (["data.val=null", "guard.on_collapse=stop"], "guard.on_collapse stop needs evaluate.probes with knn or rank"),
         (["model.name=vit_u2x1_16_conv"], "task.ibot: got 1 with vit_u2x1_16_conv, whose stem shows masked pixels"),
         (["optim={weight_decay: 0, weight_decay_end: 0.4}"], "weight_decay_end: got 0.4 with weight_decay 0"),
         (
@@ -280,13 +282,19 @@ def test_bad_settings_get_one_message(settings, message):
     assert "\n" not in str(error.value)
 
 
+RELATIVE = ("model.class_token=false", "model.pool=mean", "model.positions=relative")
+
+
 def test_other_tasks_have_no_views():
     with pytest.raises(
         ConfigError, match=r"data\.views does not apply to task supervised, which takes one view of each"
     ):
         load_run(None, ["data.views.local.count=3"])
-    with pytest.raises(ConfigError, match=r"model\.positions relative are those of one grid, and local views have"):
-        load_run(None, [*TASK, "model.class_token=false", "model.pool=mean", "model.positions=relative"])
+    with pytest.raises(ConfigError, match=r"model\.positions relative are those of one grid, and some views have"):
+        load_run(None, [*TASK, *RELATIVE])
+    with pytest.raises(ConfigError, match=r"model\.positions relative are those of one grid, and some views have"):
+        load_run(None, [*TASK, *RELATIVE, "data.views={global: {size: 16}, local: null}"])
+    assert load_run(None, [*TASK, *RELATIVE, "data.views={local: null}"]).model.positions.kind == "relative"
 
 
 def test_the_page_has_the_table_of_settings_by_data():

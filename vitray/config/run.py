@@ -154,8 +154,9 @@ class Run(Section):
                 f"guard.on_collapse: got stop with task {kind}, expected warn: stop is for tasks without labels"
             )
         watched = [("knn", self.guard.knn_drop), ("rank", self.guard.min_rank)]
-        watches = traits.counts_prototypes and self.guard.min_prototypes
-        watches = watches or any(name in probes and bound for name, bound in watched)
+        watches = any(name in probes and bound for name, bound in watched)
+        if isinstance(self.task, SelfDistillation) and self.task.dino and self.data.evaluated is not None:
+            watches = watches or self.guard.min_prototypes is not None
         if self.guard.on_collapse == "stop" and not watches:
             raise ValueError("guard.on_collapse stop needs evaluate.probes with knn or rank, and its bound in guard")
         return self

@@ -173,7 +173,5 @@ class TaskTraits(NamedTuple):
     """The module of the task that is the network it makes: the one that is probed, and written as the model."""
     suspects: Callable[[Any, Mapping[str, float]], list[str]] | None = None
     """Returns what often makes features equal, the likeliest first, of the settings and the scores of an evaluation."""
-    counts_prototypes: bool = False
-    """Whether its evaluation counts the prototypes in use, which guard.on_collapse watches."""
     by_data: bool = False
     """Whether settings that a recipe leaves out follow the number of images, by `BY_DATA`."""

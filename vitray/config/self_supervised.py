@@ -57,11 +57,19 @@ def check_views(kind: str, model: Model, data: Data) -> None:
     if data.repeats > 1:
         raise ValueError(f"data.repeats: got {data.repeats}, expected 1: task {kind} has data.views in its place")
     data.chosen_views.check(model)
-    if model.positions.kind == "relative" and data.chosen_views.small:
+    views = data.chosen_views
+    has_one_grid = views.small is None and views.large_size(model.image_shape) == model.image_shape
+    if model.positions.kind == "relative" and not has_one_grid:
         raise ValueError(
-            "model.positions relative are those of one grid, and local views have another one; expected other"
-            " positions, or data.views.local null"
+            "model.positions relative are those of one grid, and some views have another one; expected other positions,"
+            " or data.views.local null and data.views.global.size null"
         )
+
+
+def check_several(data: Data, reason: str) -> None:
+    """Raise if an image has one view alone."""
+    if data.chosen_views.large.count == 1 and data.chosen_views.small is None:
+        raise ValueError(f"data.views: got one view, expected at least two: {reason}")
 
 
 def check_start(task: "Lejepa | SelfDistillation") -> None:
@@ -102,6 +110,7 @@ class Lejepa(Section):
         """Raise if the model or the data settings do not fit the task."""
         check_views(self.kind, model, data)
         check_start(self)
+        check_several(data, "task lejepa predicts each from the others")
         width = model.shape.size
         parameters = self.hidden_width(width) * (width + self.hidden_width(width) + self.projection)
         if parameters > MOST_PARAMETERS:
@@ -146,7 +155,7 @@ class ByData(NamedTuple):
 
     def of_task(self) -> dict[str, Any]:
         """Return the settings of the task."""
-        temperatures = [min(TEACHER_TEMPERATURE, self.temperature), self.temperature]
+        temperatures = [TEACHER_TEMPERATURE, self.temperature]
         return {"prototypes": self.prototypes, "teacher_temperature": temperatures, "momentum": self.momentum}
 
 
@@ -190,16 +199,17 @@ class SelfDistillation(Section):
         joint=True,
         network="teacher.vit",
         suspects=suspects,
-        counts_prototypes=True,
         by_data=True,
     )
     kind: Literal["self_distillation"] = "self_distillation"
     dino: NotNegative = 1.0
     """Weight of the cross-entropy between the prototypes of whole views; 0: off."""
     ibot: NotNegative = 1.0
-    """Weight of the cross-entropy between the prototypes of patches, where the student's are masked; 0: off."""
+    """Weight of the cross-entropy between the prototypes of patches, where the student's are masked: the mean over
+    masked views, where DINOv2 divides by all views; 0: off."""
     koleo: NotNegative = 0.1
-    """Weight of the negative logarithm of the distance to the nearest other image, of normalized vectors; 0: off."""
+    """Weight of the negative logarithm of the distance to the nearest other image, of normalized vectors: the mean
+    over global views, where DINOv2 has their sum; 0: off."""
     compares: Literal["pool", "class_token", "patches"] = "pool"
     """The vector of a view. pool: the one of model.pool; patches: the mean of the normalized patches."""
     mask: PatchMask = PatchMask()
@@ -250,9 +260,8 @@ class SelfDistillation(Section):
             raise ValueError(
                 "task.compares: got class_token, which model.class_token false leaves out; expected patches, or pool"
             )
-        views = data.chosen_views
-        if self.dino and views.large.count == 1 and views.small is None:
-            raise ValueError("data.views: got one view, expected at least two: task.dino compares them")
+        if self.dino:
+            check_several(data, "task.dino compares them")
         if self.ibot and model.shape.traits.mixes_patches:
             raise ValueError(
                 f"task.ibot: got {self.ibot:g} with {model.shape}, whose stem shows masked pixels to other patches;"

@@ -11,9 +11,10 @@ from vitray.cluster.storage_check import check_readable, check_writable
 from vitray.config import Run
 from vitray.config.classification import Finetune
 from vitray.config.evaluation import PROBE_TRAITS
+from vitray.config.parsing import spelled
 from vitray.config.pretraining import Beit, Masked
 from vitray.config.sections import in_steps
-from vitray.config.self_supervised import Lejepa, SelfDistillation, by_data, length_alone
+from vitray.config.self_supervised import BY_DATA, Lejepa, SelfDistillation, by_data, length_alone
 from vitray.data.shards import held_out, open_dataset
 from vitray.data.shards.checking import check_sizes
 from vitray.data.shards.manifest import MANIFEST, Dataset
@@ -73,7 +74,7 @@ def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
         check_sizes(dataset, dict.fromkeys([run.data.train, run.data.evaluated or run.data.train]))
     length, intervals = resolve_schedule(run, images)
     if isinstance(run.task, Lejepa | SelfDistillation):
-        _check_length_alone(run.task, length)
+        _check_held(run.task, length)
     from vitray.models.network import network_sizes  # imports torch, which takes seconds
     from vitray.tasks.build import task_costs
     from vitray.tasks.supervised import Teacher
@@ -97,14 +98,17 @@ def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
     )
 
 
-def _check_length_alone(task: Lejepa | SelfDistillation, length: Length) -> None:
-    """Refuse a run that ends before the network begins to learn."""
-    alone = in_steps(length_alone(task), length.epoch)
-    if alone >= length.total:
-        raise ConfigError(
-            f"task.head_first: got {length_alone(task)}, which is {alone:,} steps, expected fewer than the"
-            f" {length.total:,} steps of optim.duration: until then the network does not learn"
-        )
+def _check_held(task: Lejepa | SelfDistillation, length: Length) -> None:
+    """Refuse a run that ends before the network, or the prototypes, begin to learn."""
+    held = {"head_first": (length_alone(task), "network does not")}
+    if isinstance(task, SelfDistillation):
+        held["freeze_prototypes"] = task.freeze_prototypes, "prototypes do not"
+    for name, (duration, what) in held.items():
+        if (steps := in_steps(duration, length.epoch)) >= length.total:
+            raise ConfigError(
+                f"task.{name}: got {duration}, which is {steps:,} steps, expected fewer than the {length.total:,} steps"
+                f" of optim.duration: until then the {what} learn"
+            )
 
 
 def plan_of(resolved: ResolvedRun) -> dict[str, int | float | str | None]:
@@ -133,6 +137,7 @@ def plan_of(resolved: ResolvedRun) -> dict[str, int | float | str | None]:
         "evaluate_every": resolved.intervals.evaluate if run.data.evaluated else None,
         "record_every": resolved.intervals.record,
         "few_shot_least": resolved.few_shot_least,
+        **{name: spelled(getattr(run.task, name)) for name in BY_DATA[0].of_task() if run.task.traits.by_data},
         "teacher": teacher and teacher.url,
         "teacher_identity": teacher and teacher.identity,
         "teacher_gflops": teacher and teacher.gflops,

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from vitray.config import Run
 from vitray.config.sections import in_steps
-from vitray.config.self_supervised import SelfDistillation, by_data, length_alone
+from vitray.config.self_supervised import TEACHER_TEMPERATURE, SelfDistillation, by_data, length_alone
 from vitray.models.positions import VisiblePatches
 from vitray.models.precision import at_least_float32, without_autocast
 from vitray.models.products import Products
@@ -48,6 +48,8 @@ class SelfDistilled(nn.Module):
 
     center: Tensor
     patch_center: Tensor
+    temperature: Tensor
+    """Of the teacher; among the weights, which are scored with it, and a tensor, which compiled code need not know."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -66,7 +68,8 @@ class SelfDistilled(nn.Module):
         self.teacher = Teacher(self.vit, self.head, self.patch_head)
         self.register_buffer("center", torch.zeros(prototypes))
         self.register_buffer("patch_center", torch.zeros(prototypes))
-        self.momentum, self.temperature, self.holds_prototypes, self.holds_network = 1.0, 0.04, False, False
+        self.register_buffer("temperature", torch.tensor(TEACHER_TEMPERATURE, dtype=torch.float64))
+        self.momentum, self.holds_prototypes, self.holds_network = 1.0, False, False
         self._sums = dict.fromkeys((True, False), torch.zeros(len(PARTS) + 1, dtype=torch.float64))
         # Not a buffer: each worker counts its own.
         self._used = dict.fromkeys((True, False), torch.zeros(prototypes, dtype=torch.int64))
@@ -78,9 +81,9 @@ class SelfDistilled(nn.Module):
         task = self.settings
         first = self.row.momentum if task.momentum is None else task.momentum
         self.momentum = 1 - (1 - first) * (1 + math.cos(math.pi * step / total)) / 2
-        start, end = task.teacher_temperature or (min(0.04, self.row.temperature), self.row.temperature)
+        start, end = task.teacher_temperature or (TEACHER_TEMPERATURE, self.row.temperature)
         warmup = total / 10 if task.temperature_warmup is None else in_steps(task.temperature_warmup, epoch)
-        self.temperature = start + (end - start) * min(1.0, step / max(warmup, 1))
+        self.temperature.fill_(start + (end - start) * min(1.0, step / max(warmup, 1)))
         self.holds_prototypes = step < in_steps(task.freeze_prototypes, epoch)
         self.holds_network = step < in_steps(length_alone(task), epoch)
 

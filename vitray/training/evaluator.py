@@ -138,9 +138,10 @@ class Scorer:
         has_pictures = self._run.classification and share.rank == 0 and self._run.evaluate.examples
         self._examples = ExampleImages(resolved, device) if has_pictures else None
         network = task.vit if self._run.classification else task
-        # Compiled once, for one shape: every batch is padded to the same size.
+        # Compiled once, for one shape: every batch is padded to the same size, but for a number of hidden patches.
+        dynamic = None if "hidden" in self._run.task.traits.needs else False
         mode = self._run.compute.compile_on(device.type, graphs=False)
-        self._forward: Any = compiled(network, mode, dynamic=False)
+        self._forward: Any = compiled(network, mode, dynamic=dynamic)
 
     def score(self) -> Score:
         """Return the score of the task's current weights."""
