@@ -83,8 +83,7 @@ def _card(name: str, folder: Path, command: str, score: Report, seeds: list[floa
         f"- **Learned** from the 50,000 training images of CIFAR-10, with random weights before, by `{command}`.",
         f"- **Scores** {top1:.2f} % top-1 of the {score['images']:,} test images ({low:.2f} to {high:.2f}, Wilson's"
         f" 95 % over images), negative log-likelihood {score['nll']:.3f}, as stored. It is the first of {len(seeds)}"
-        f" seeds, which scored {others} % before rounding. The test images chose neither a setting nor a checkpoint:"
-        " a tenth of the training images did.",
+        f" seeds, which scored {others} % before rounding. The test images chose neither a setting nor a checkpoint.",
         "- **For** photographs of these classes at 32 px, and to start from on other small images. It knows nothing"
         " else, and names one of its classes for any image.",
         "- **Licence** of the weights: Apache 2.0, as vitray. CIFAR-10 (Krizhevsky, 2009) has no licence of its own;"

@@ -203,14 +203,14 @@ def check_data(
     placement = place_workers(run)
     workers = placement.workers[1]
     start = RayStart(
-        resolved=resolved._replace(initial=None, tokenizer=None, teacher=None),
+        resolved=resolved.without_networks(),
         run_dir="",
         owner="",
         threads=placement.threads,
         data_cpus=placement.data_cpus,
         initial=None if initial is None else ray.put(initial.task_state(run)),
         tokenizer=resolved.tokenizer and ray.put(resolved.tokenizer.tokenizer),
-        teacher=teacher and ray.put(Teacher(teacher.network, teacher.normalize)),
+        teacher=teacher and ray.put(Teacher.of(teacher)),
     )
     gpus = run.compute.gpus if placement.use_gpu else 0
     actor: Any = ray.remote(DataWorker).options(num_cpus=placement.cpus, num_gpus=gpus)

@@ -222,7 +222,7 @@ class Run(Section):
             return None
         size, patch = self.data.early.size, self.model.shape.patch
         if size is None:
-            height, width = (max(1, round(3 / 4 * patches)) * patch for patches in self.model.grid)
+            height, width = (max(1, 3 * patches // 4) * patch for patches in self.model.grid)
             return height, width
         return (size, size) if isinstance(size, int) else size
 

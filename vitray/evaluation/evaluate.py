@@ -24,7 +24,7 @@ from vitray.evaluation.results import Evaluation, Result, Scored, check_finite, 
 from vitray.evaluation.texts import fixed_titles, score_text
 from vitray.inference.engine import actor_session, numerics_of, workers_for
 from vitray.inference.images import ImageSet, name_of, open_images
-from vitray.inference.models import describe_network
+from vitray.inference.models import named_networks
 from vitray.inference.network_spec import NetworkSpec
 from vitray.inference.outputs import BATCH, Output, Outputs, Work, compute_outputs
 from vitray.metrics.arrays import ProbeInputs, ProbeValues
@@ -112,7 +112,7 @@ def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
     for name in request.probes:
         if name not in known:
             raise ConfigError(f"--probes: got {name}, expected some of {', '.join(known)}{nearest(name, known)}")
-    networks = open_networks(request.models)
+    networks = [Network(*each) for each in named_networks(request.models)]
     images = open_images(request.data, request.split)
     learns = any(PROBE_TRAITS[name].learns for name in request.probes)
     train = open_training(images, request.train_split) if learns else None
@@ -134,18 +134,6 @@ def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
             results = [_result(request, network, images, train, corrupted, folder) for network in networks]
     pairs, shares = compare(results)
     return Evaluation(images, results, pairs, shares, request.command), folder
-
-
-def open_networks(urls: Sequence[str]) -> list[Network]:
-    """Return the networks at these addresses, each under a name of its own."""
-    for url in urls:
-        if urls.count(url) > 1:
-            raise ConfigError(f"{url}: given {urls.count(url)} times; expected each network once")
-    opened = [describe_network(url) for url in urls]
-    names = [spec.name for spec, _ in opened]
-    if len(set(names)) < len(names):
-        names = list(urls)
-    return [Network(name, spec, vit) for name, (spec, vit) in zip(names, opened, strict=True)]
 
 
 def open_training(images: ImageSet, train_split: str) -> ImageSet:

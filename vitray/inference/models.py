@@ -26,6 +26,17 @@ def describe_network(url: str) -> tuple[NetworkSpec, AnyNetwork]:
     return spec._replace(store=tracking_uri() if is_model_uri(pinned) else None), vit.requires_grad_(False)
 
 
+def named_networks(urls: Sequence[str]) -> list[tuple[str, NetworkSpec, AnyNetwork]]:
+    """Return the networks at these addresses under names of their own: their addresses, where short names are equal."""
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ConfigError(f"{url}: given {urls.count(url)} times; expected each network once")
+    opened = [describe_network(url) for url in urls]
+    names = [spec.name for spec, _ in opened]
+    names = names if len(set(names)) == len(names) else urls
+    return [(name, spec, network) for name, (spec, network) in zip(names, opened, strict=True)]
+
+
 def spec_of(run: Run, vit: AnyNetwork, classes: Sequence[str] | None, url: str, name: str) -> NetworkSpec:
     """Return the description of a network of a run, at an address that any process can read."""
     return NetworkSpec(

@@ -16,7 +16,7 @@ from vitray.data.shards.tasks import ProgressLine
 from vitray.errors import ConfigError, RunError
 from vitray.inference.engine import Job, needs_actors, numerics_of, run_job, workers_for
 from vitray.inference.listing import ImageList, check_some_decode, list_images
-from vitray.inference.models import describe_network
+from vitray.inference.models import named_networks
 from vitray.inference.network_spec import NetworkSpec
 from vitray.inference.parts import Counts, Lines, count_images, predict_batch, print_part, write_part
 from vitray.inference.plan import (
@@ -113,17 +113,9 @@ def _plan_of(request: Request) -> Plan:
 
 
 def _networks(request: Request) -> tuple[NetworkSpec, ...]:
-    """Return the networks, each under a name of its own."""
-    for url in request.models:
-        if request.models.count(url) > 1:
-            raise ConfigError(f"{url}: given {request.models.count(url)} times; expected each network once")
-    specs = [describe_network(url)[0] for url in request.models]
-    names = [spec.name for spec in specs]
-    if len(set(names)) < len(names):
-        names = list(request.models)
     # fp32, if asked for, is that of matrix products on a GPU, too.
     changes = {"precision": request.precision, "tf32": False} if request.precision else {}
-    return tuple(spec._replace(name=name, **changes) for spec, name in zip(specs, names, strict=True))
+    return tuple(spec._replace(name=name, **changes) for name, spec, _ in named_networks(request.models))
 
 
 def _note(images: ImageList) -> None:

@@ -57,7 +57,7 @@ class LocalHost:
         self._resolved, self._run_dir, self._owner = resolved, run_dir, owner
         self._decoders, self._check, self._mailbox = decoders, check, mailbox
         self._waits_for_decision = waits_for_decision
-        teacher = resolved.teacher and Teacher(resolved.teacher.network, resolved.teacher.normalize)
+        teacher = resolved.teacher and Teacher.of(resolved.teacher)
         tokenizer = resolved.tokenizer and resolved.tokenizer.tokenizer
         self._given = {"initial": initial, "tokenizer": tokenizer, "teacher": teacher}
         self._sampler = SystemSampler() if mailbox else None
@@ -125,7 +125,7 @@ class LocalHost:
 
     def start_probes(self, step: int, weights: Mapping[str, np.ndarray]) -> Job:
         if self._prober is None:  # one process for all, which keeps the images
-            light = self._resolved._replace(initial=None, tokenizer=None, teacher=None)
+            light = self._resolved.without_networks()
             self._prober = Child(
                 partial(_prober, light, self._run_dir), "computes evaluate.probes and evaluate.figures"
             )

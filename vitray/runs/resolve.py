@@ -79,7 +79,6 @@ def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
     from vitray.tasks.build import task_costs
     from vitray.tasks.supervised import Teacher
 
-    beside = teacher and Teacher(teacher.network, teacher.normalize)
     return ResolvedRun(
         run=run,
         dataset=dataset.model_copy(update={"url": storage.absolute(dataset.url)}),
@@ -91,7 +90,7 @@ def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
         intervals=intervals,
         balance=_balance(run, dataset, mask) if run.data.balance != "none" else None,
         sizes=network_sizes(run.model),
-        costs=task_costs(run, tokenizer and tokenizer.tokenizer, beside),
+        costs=task_costs(run, tokenizer and tokenizer.tokenizer, teacher and Teacher.of(teacher)),
         initial=initial,
         tokenizer=tokenizer,
         teacher=teacher,

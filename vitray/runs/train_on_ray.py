@@ -115,7 +115,7 @@ class RayPlatform:
         resolved, placement, mailbox = self._resolved, self.placement, self.mailbox.actor
         compute, teacher = resolved.run.compute, resolved.teacher
         start = ray_host.RayStart(
-            resolved=resolved._replace(initial=None, tokenizer=None, teacher=None),
+            resolved=resolved.without_networks(),
             run_dir=folder.url,
             owner=folder.owner,
             threads=placement.threads,
@@ -127,7 +127,7 @@ class RayPlatform:
             driver_node=ray.get_runtime_context().get_node_id(),
             initial=None if initial is None else ray.put(initial),
             tokenizer=resolved.tokenizer and ray.put(resolved.tokenizer.tokenizer),
-            teacher=teacher and ray.put(Teacher(teacher.network, teacher.normalize)),
+            teacher=teacher and ray.put(Teacher.of(teacher)),
         )
 
         def attempt() -> Any:

@@ -16,6 +16,7 @@ from vitray.config.classification import Asymmetric, Distillation, Finetune, Sup
 from vitray.models.network import AnyNetwork, build_network
 from vitray.models.products import Products
 from vitray.models.vit import TwoHeads, ViT
+from vitray.weights.pretrained import TeacherSource
 
 
 class Classification(nn.Module):
@@ -185,6 +186,11 @@ class Teacher:
 
     def __init__(self, network: AnyNetwork, normalize: Normalize) -> None:
         self.network, self.normalize = network.eval().requires_grad_(False), normalize
+
+    @classmethod
+    def of(cls, source: TeacherSource) -> "Teacher":
+        """Return the teacher of a source."""
+        return cls(source.network, source.normalize)
 
     def to(self, device: torch.device) -> "Teacher":
         """Move the network to a device, and return the teacher."""

@@ -36,8 +36,12 @@ class ResolvedRun(NamedTuple):
     """Of the network, without what a task trains beside it: a decoder, a head of predictions."""
     costs: "TaskCosts"
     initial: "InitialWeights | None" = None
-    """The initial weights of a fine-tuning. The workers get this, the tokenizer and the teacher from their host."""
+    """The initial weights of a fine-tuning."""
     tokenizer: "TokenizerSource | None" = None
     """The tokenizer whose codes are predicted."""
     teacher: "TeacherSource | None" = None
     """The teacher of a distillation."""
+
+    def without_networks(self) -> "ResolvedRun":
+        """Return it without the networks beside the trained one, which the workers get from their host."""
+        return self._replace(initial=None, tokenizer=None, teacher=None)

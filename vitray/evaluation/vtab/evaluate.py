@@ -21,7 +21,7 @@ from vitray.config.parsing import parse_overrides, split_words
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError
 from vitray.evaluation.classes import class_numbers
-from vitray.evaluation.evaluate import DEFAULT_FOLDER, MAX_CORRUPT, Network, open_networks
+from vitray.evaluation.evaluate import DEFAULT_FOLDER, MAX_CORRUPT, Network
 from vitray.evaluation.vtab.page import write_vtab
 from vitray.evaluation.vtab.scores import SWEEP, NetworkResult, Setting, TaskResult, VtabEvaluation, best_setting
 from vitray.evaluation.vtab.tasks import (
@@ -34,7 +34,7 @@ from vitray.evaluation.vtab.tasks import (
     write_subset,
 )
 from vitray.inference.engine import numerics_of
-from vitray.inference.models import describe_network
+from vitray.inference.models import describe_network, named_networks
 from vitray.inference.outputs import BATCH, Work, compute_outputs
 from vitray.runs.resolve import check_storage
 from vitray.runs.train import train
@@ -120,7 +120,7 @@ def evaluate_vtab(request: VtabRequest) -> tuple[VtabEvaluation, str]:
     if not models:
         raise ConfigError("--vtab: got no MODEL, expected one or more before it")
     base = _base_run(request.recipe, overrides)
-    networks = open_networks(models)
+    networks = [Network(*each) for each in named_networks(models)]
     tasks = open_tasks(request.tasks, request.train_split, request.split)
     _check(networks, tasks, base)
     names = "-".join(network.spec.name for network in networks)

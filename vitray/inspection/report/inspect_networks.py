@@ -10,7 +10,7 @@ import torch
 
 from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError
-from vitray.inference.models import describe_network
+from vitray.inference.models import named_networks
 from vitray.inspection.levels import check_levels
 from vitray.inspection.report.drawings import file_name
 from vitray.inspection.report.figures import FIGURES, choose_figures, make_figure
@@ -90,20 +90,18 @@ def make_figures(request: Request) -> tuple[Inspection, str]:
     if request.compare == request.model:
         raise ConfigError(f"--compare: got {request.compare}, which is the inspected network; expected another")
     urls = [request.model, *([request.compare] if request.compare else [])]
-    described = [describe_network(url) for url in urls]
-    titles = [spec.name for spec, _ in described]
-    if len(set(titles)) < len(titles):
-        titles = urls
+    named = named_networks(urls)
     # Without a figure that measures, no image is used but those that are shown.
     most = request.images if any(FIGURES[name].measure for name in names) else min(request.images, MOST_SHOWN)
     images = choose_images(request.words, request.split, most)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     subjects = []
-    for title, (spec, network) in zip(titles, described, strict=True):
+    for title, spec, network in named:
         if request.levels is not None:
             check_levels(vit_of(network, f"{spec.url}: --levels"), request.levels)
         shown_BHWC = None if images is None else images.shown_views(spec)
         subjects.append(Subject(title, spec, network.to(device), images, shown_BHWC, request.levels))
+    titles = [title for title, _, _ in named]
     folder = request.out or storage.join(DEFAULT_FOLDER, _folder_name(titles, images))
     check_writable(folder)
     subjects, left_out = measure(subjects, names, request.workers)
