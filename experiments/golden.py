@@ -36,6 +36,7 @@ STEPS += ["checkpoint.every=30 steps", "tracking.every=10 steps", "data.url=data
 SUPERVISED = ["model.name=vit_u2x2_8", "model.drop_path=0.1", "model.dropout=0.1", "optim.rule=lamb"]
 SUPERVISED += ["data.mix={mixup: 0.8, cutmix: 1.0}", "data.augment.erase=0.25", "data.repeats=2", "optim.ema.decay=0.9"]
 LABEL_FREE = ["model={name: vit_u2x2_8_hmlp_ln, image_size: 32, num_classes: null, pool: mean_then_norm}"]
+VIEWS = ["data.views={local: {count: 2, size: 16}}", "evaluate.probes=[knn, rank]"]
 FINETUNE = "task={kind: finetune, weights: runs/supervised-1/model, mode: MODE}"
 TASKS = {
     "supervised": SUPERVISED,
@@ -49,6 +50,9 @@ TASKS = {
              "objective: {kind: beit, tokenizer: runs/tokenizer-1/model}}", "evaluate.probes=[knn, rank]"],
     "mae": [*LABEL_FREE, "task={kind: masked, objective: {kind: mae, decoder_width: 64, decoder_depth: 1, "
             "decoder_heads: 2}}"],
+    "lejepa": [*LABEL_FREE, *VIEWS, "task={kind: lejepa, slices: 16, projection: 8}"],
+    "self_distillation": [*LABEL_FREE, *VIEWS, "task={kind: self_distillation, prototypes: 32, centering: center, "
+                          "freeze_prototypes: 5 steps}"],
     "pixels": [*LABEL_FREE, "task={kind: masked, objective: pixels_l1}"],
 }  # fmt: skip
 SPACE = "space:\n  depth: {grid: [1, 2]}\n  model.name: vit_u{depth}x1_8\n  seed: {seeds: 2}\n"
