@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from image_sets import write_folder
 from PIL import Image
+from torch import Tensor
 
 import vitray
 from pipelines.__main__ import main
 from vitray import ConfigError, RunError, load_run
 from vitray.data.shards import read_request, write_dataset
+from vitray.runs import replay
 
 # Dropped branches, dropout, mixing and erasing: all that a step draws.
 DRAWN = {"data.mix.mixup": 0.8, "data.mix.cutmix": 1.0, "data.augment.erase": 0.25, "model.drop_path": 0.2}
@@ -105,6 +107,29 @@ def test_a_broken_loss_names_the_step_and_its_replay(place):
     report = vitray.replay(str(place / "runs" / "broken"), step, out=place / "broken-step")
     assert not np.isfinite(report["loss"])
     assert "not finite" in report["verdict"]
+
+
+def test_the_loss_of_an_image_of_views_does_not_hang_on_those_before_it(place, monkeypatch):
+    """The center of the teacher moves with each pass of a task, also with one that only looks."""
+    views = {"task.centering": "center", "task.prototypes": 12, "data.views.local.size": 16, "evaluate.probes": []}
+    run = load_run("demo_self_distillation", TINY | views | {"data.url": str(place / "data"), "evaluate.figures": []})
+    outcome = vitray.train(run, "views", str(place / "runs"), here=True)
+    look, looked = replay._look, []
+
+    def both_ways(run, step, batch, learner, length):
+        fields = {name: value for name, value in batch._asdict().items() if value is not None}
+        back = {
+            name: value.flip(0) if isinstance(value, Tensor) else value[::-1].copy() for name, value in fields.items()
+        }
+        looked.extend(look(run, step, each, learner, length) for each in (batch, batch._replace(**back)))
+        return looked[0]
+
+    monkeypatch.setattr(replay, "_look", both_ways)
+    again = vitray.replay(outcome.home, 9, out=place / "views9")
+    assert again["loss"] == vitray.open_run("views", place / "runs").curves["train/loss"][9]
+    first, second = ([image.loss for image in each.images] for each in looked)
+    assert len(first) == 16
+    assert first == pytest.approx(second[::-1], rel=1e-5)
 
 
 COLORS = {"red": (200, 60, 60), "green": (60, 180, 60), "blue": (60, 60, 200), "gray": (128, 128, 128)}

@@ -191,7 +191,7 @@ def _replayed(
     ]
     images.sort(key=lambda image: image.rank)
     rate = learning_rate(run.optim, resolved.length, last)
-    verdict = _verdict(loss, norm, losses, images, look.broken)
+    verdict = _verdict(loss, norm, losses, images, look.broken, is_mixed=run.classification is not None)
     replayed = Replay(run_dir, step, start, loss, norm, rate, images, verdict, notes, folder)
     _write(replayed)
     return replayed
@@ -228,6 +228,7 @@ def _look(run: Run, step: int, batch: DeviceBatch, learner: Learner, length: Len
     use_patch(task, drawn_patch(run, step))
     task.before_step(step, length.epoch, length.total)
     parameters = [each for each in task.parameters() if each.requires_grad]
+    buffers = [each.clone() for each in task.buffers()]  # a center moves with each pass
     seed = int(step_generator(run.seed, step, "torch 0").integers(2**63))
     looked = []
     for part in micro_batches(len(batch.images), num_passes(run, 1), run):
@@ -241,6 +242,8 @@ def _look(run: Run, step: int, batch: DeviceBatch, learner: Learner, length: Len
             squares = [each.double().square().sum() for each in gradients if each is not None]
             norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
             looked.append(LookedAt(float(loss.detach()), norm, views[place]))
+            for each, kept in zip(task.buffers(), buffers, strict=True):
+                each.copy_(kept)
     broken = [name for name, tensor in learner.task.state_dict().items() if not bool(torch.isfinite(tensor).all())]
     return Look(looked, broken)
 
@@ -262,7 +265,13 @@ def _as_pixels(images_BCHW: Tensor, run: Run) -> np.ndarray:
 
 
 def _verdict(
-    loss: float, norm: float, before: Sequence[float], images: Sequence[ReplayedImage], broken: Sequence[str]
+    loss: float,
+    norm: float,
+    before: Sequence[float],
+    images: Sequence[ReplayedImage],
+    broken: Sequence[str],
+    *,
+    is_mixed: bool,
 ) -> str:
     """Return what the step shows, in a sentence."""
     bad = [image for image in images if not math.isfinite(image.loss)]
@@ -274,7 +283,8 @@ def _verdict(
     if bad:
         return f"{len(bad)} of {len(images)} images have a loss that is not finite, {_name(bad[0])} among them"
     if not math.isfinite(loss):
-        return "each image alone has a finite loss, the batch has not: see its mixing, or lower optim.lr"
+        causes = f"{'see its mixing, or ' if is_mixed else ''}lower optim.lr"
+        return f"each image alone has a finite loss, the batch has not: {causes}"
     if not math.isfinite(norm):
         return "the loss is finite and its gradient is not: a lower optim.lr, or compute.precision=fp32"
     usual = median(before) if before else None
