@@ -5,6 +5,7 @@ Only settings that some code reads are listed. Their docstrings are the text of 
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, assert_never
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -120,6 +121,7 @@ def parse_duration(text: str) -> Duration:
     return Duration(number, f"{match[2]}s")  # type: ignore[arg-type]
 
 
+@cache
 def in_steps(text: str, steps_per_epoch: int) -> int:
     """Return a duration of epochs or steps in whole steps, rounded to the nearest."""
     count, unit = parse_duration(text)
