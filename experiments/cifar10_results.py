@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -26,6 +26,7 @@ from cifar10_texts import (
     IN_A_MINUTE,
     LABEL_CURVES,
     LABELS,
+    METHOD,
     NOT_TESTED,
     THINGS,
     Thing,
@@ -134,17 +135,25 @@ def pairs_of(thing: Thing, labels: Sequence[str]) -> list[tuple[str, str]]:
 
 def page(records: Mapping[str, Any]) -> str:
     """Return docs/results.md."""
-    parts = [HEAD, machine(records), "## In a minute"]
-    parts += [*([IN_A_MINUTE] if records["trials"] else []), summary(records)]
+    parts = [HEAD, "## In a minute", *([IN_A_MINUTE] if records["trials"] else []), summary(records)]
+    parts += folded("How it was measured", [METHOD, machine(records)])
     for thing in THINGS:
-        parts += thing_parts(thing, records)
-    parts += ["## Scaling of labels", LABELS, labels_table(records)]
+        parts += folded(thing.title, thing_parts(thing, records))
+    labels = [LABELS, labels_table(records)]
     if label_curves(records):
-        parts += [f"![Linear probes by the share of labels](images/{LABELS_PICTURE})", LABEL_CURVES]
-    parts += [ATTENTION, "## Costs", costs_table(records), NOT_TESTED]
+        labels += [f"![Linear probes by the share of labels](images/{LABELS_PICTURE})", LABEL_CURVES]
+    parts += folded("Scaling of labels", labels)
+    parts += folded("Attention of the best network", [ATTENTION])
+    parts += folded("Costs", [costs_table(records)])
+    parts += folded("What is not tested", [NOT_TESTED])
     commands = [train_command(thing, cell) for thing in THINGS for cell in cells_of(thing)]
-    parts += ["## Commands", COMMANDS, f"{HOURS}\n" + "\n".join(commands) + "\n```"]
+    parts += folded("Commands", [COMMANDS, f"{HOURS}\n" + "\n".join(commands) + "\n```"])
     return "\n\n".join(parts) + "\n"
+
+
+def folded(title: str, parts: Iterable[str]) -> list[str]:
+    """Return a section whose parts are hidden until a reader asks for them."""
+    return [f"## {title}", '<details markdown="1">\n<summary>Show</summary>', *parts, "</details>"]
 
 
 def machine(records: Mapping[str, Any]) -> str:
@@ -182,14 +191,13 @@ def summary(records: Mapping[str, Any]) -> str:
 def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
     """Yield the section of a thing."""
     cells = measured(thing, records)
-    yield f"## {thing.title}"
     yield thing.text
     commands = [shlex.join(["vitray", "sweep", thing.recipe, thing.space, *thing.overrides, "--name", thing.space])]
     rates = f"{thing.space}_rates"
     commands.insert(0, shlex.join(["vitray", "sweep", thing.recipe, rates, *thing.rate_overrides, "--name", rates]))
     commands.insert(1, "python experiments/cifar10_rates.py sweeps")
     yield f"{HOURS}\n" + "\n".join(commands) + "\n```"
-    yield "[The end of this page](#commands) has the command of each cell."
+    yield "[Commands](#commands) has that of each cell."
     if NOT_CHOSEN in tune_spaces.path_of(thing.space).read_text():
         yield "The rates are not chosen yet: those below are provisional."
     elif tried := rates_table(thing, records):
@@ -199,7 +207,7 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
     yield cells_table(cells)
     yield differences_table(thing, cells)
     if thing.references is stem_references:
-        yield "How much of a stem's lead over the linear one is left after pre-training, with Student's intervals:"
+        yield "How much of a stem's lead over the linear one is left after pre-training, with Student's intervals, which hold one by one:"
         yield changes_table(thing, cells)
     if any(each.is_drawn for each in cells.values()):
         yield f"![Learning curves of {thing.title}](images/{thing.picture})"

@@ -111,8 +111,9 @@ HEAD = """\
 
 The three things of "Three things everyone should know about Vision Transformers" on 60,000 photographs of 32 px, with a
 command for every number that two cores repeat. The schedules are short and the networks small: a
-comparison, far from the best accuracy.
+comparison, far from the best accuracy."""
 
+METHOD = """\
 - A score is top-1 of the last step's weights on the test images: 10,000, or 5,000 for half of the classes. No
   setting is chosen on them. The rate of each cell is the best of three to five on a tenth of train, by one seed.
 - A mean has Student's 95 % interval over seeds, which set the initial weights, the order of images and the
@@ -149,7 +150,7 @@ IN_A_MINUTE = """\
   no significant change, hmlp_ln +6.05 of +10.02, conv +8.42 of +16.62. In the paper hMLP keeps all and conv nothing.
   BeiT itself gives conv -0.13 (-2.02 to +1.75). The order of the paper after pre-training, hMLP above conv, is not
   reproduced: conv stays above both by 1.84 (bn, not significant) and 2.37 points (ln).
-- **Not tested**: anything larger, longer or on a GPU; [the end of this page](#what-is-not-tested) has the list.
+- **Not tested**: anything larger, longer or on a GPU; [a list](#what-is-not-tested) is below.
 
 Of each thing, all pairs that are compared:"""
 
@@ -175,8 +176,6 @@ Twenty times the labels give a linear probe 2.1 points on supervised features, a
 not tested."""
 
 ATTENTION = """\
-## Attention of the best network
-
 Eight test photographs beside the attention rollout of `conv, mae` (seed 0), with the predicted classes: two are
 wrong, a bird called a deer and a frog called a bird. `vitray inspect MODEL data/cifar10 --split test --images 8
 --figures rollout` draws them, where MODEL is `sweeps/cifar10_stems/"vit_u6x1_16_conv route=mae seed=0"/model`.
@@ -189,8 +188,6 @@ the same, and 4 x 4 patches are too coarse to follow an outline. The maps of
 [inspection](inspection.md#two-small-networks) are of 8 x 8."""
 
 NOT_TESTED = """\
-## What is not tested
-
 Other datasets, wider networks, patches of 4, longer schedules, GPUs, and the corrections that a long search of
 settings would need. Three to five learning rates are tried, one weight decay and one augmentation. Cells that are best
 at an end of their rates may do better beyond it."""
