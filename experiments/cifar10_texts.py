@@ -18,7 +18,6 @@ class Thing(NamedTuple):
     """A cell's label, of its drawn values."""
     references: Callable[[str], Sequence[str]] | None
     """The cells that a cell is compared with, by label; None compares each with each, or with the control."""
-    test_images: int
     text: str
     paper: str
     control: str | None = None
@@ -54,7 +53,6 @@ THINGS = (
         rate_overrides=(SHORT, DEVELOPMENT),
         label="{depth}x{branches}",
         references=None,
-        test_images=10_000,
         text="Twelve blocks of width 64, patches of 8, in sequence or in parallel branches: the same parameters and"
         " operations. 4 epochs with labels. Learning rates are chosen in runs of 2.5 epochs. The times of 12x1 and of"
         " one 6x2 include other work on the machine, and two of these trials were stopped for a while.",
@@ -72,7 +70,6 @@ THINGS = (
         references=None,
         control="full",
         shares_networks=True,
-        test_images=5_000,
         text="A 12x1 network learns airplane, automobile, bird, cat and deer for 4 epochs at 32 px. Then it is"
         " fine-tuned to dog, frog, horse, ship and truck for 2 epochs at 48 px, where all or some of its parts are"
         " trained. Each seed has a network of its own, from which all cells start: its effect is taken out of the"
@@ -88,7 +85,6 @@ THINGS = (
         rate_overrides=(*STEM_SETTINGS, SHORT, DEVELOPMENT),
         label="{stem}, {route}",
         references=stem_references,
-        test_images=10_000,
         text="A 6x1 network with one of four stems: 4 epochs with labels, alone or after 5 epochs without labels by"
         " BeiT or as a masked autoencoder (MAE). Photographs of 32 px are shown at 64 px with patches of 16, because"
         " the conv stem exists for patches of 16 only. Pre-training stages use their recipes' learning rates."
