@@ -19,7 +19,7 @@ VERBS = {
     "evaluate": "score and compare networks on a set of images: intervals, calibration, mistakes, a page",
     "predict": "write classes, features and embeddings of any number of images as Parquet, each exactly once",
     "promote": "give a registered model version an alias, if it is better than the alias's version",
-    "serve": "answer HTTP requests with a network and its deltas, as a Ray Serve application",
+    "serve": "answer HTTP requests with a network and its deltas",
     "inspect": "show the inside of a network: attention over images, attention distance, branches, as a page",
     "export": "write a network for ONNX, torch.export, timm, torchvision or Hugging Face, and check that outputs match",
     "replay": "take a past step of a run again, and show the loss of each of its images",

@@ -1,4 +1,4 @@
-"""vitray serve MODEL [TASK=DELTA ...]: a network and its deltas behind HTTP, as a Ray Serve application."""
+"""vitray serve MODEL [TASK=DELTA ...]: a network and its deltas behind HTTP."""
 
 from typing import Any
 

@@ -13,8 +13,8 @@ def main(words: list[str]) -> dict[str, Any]:
         prog="vitray shard",
         description="Write a dataset: Parquet shards in shuffled order and dataset.json. SOURCE is a folder of class"
         " folders (train/ and val/ may lie above them); a .csv, .tsv or .parquet index of paths and labels; WebDataset"
-        " tars; Parquet with the images in it; CIFAR's archives; IDX files (MNIST); or the word demo. Both ends"
-        " are paths or s3:// addresses. A job that was killed goes on when it is run again.",
+        " tars; Parquet with the images in it; CIFAR's archives; IDX files (MNIST); a .json of COCO; or the word demo."
+        " Both ends are paths or s3:// addresses. A job that was killed goes on when it is run again.",
         epilog=f"settings: {', '.join(ShardSettings.model_fields)}. example: vitray shard demo data/demo images=6000",
     )
     parser.add_argument("source", help="a path, an s3:// address, or demo")

@@ -12,7 +12,7 @@ from vitray.models.blocks import Block
 from vitray.system.mlflow_client import user_dir
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-# From so many blocks on, one is compiled for all: 24 then compile in a quarter of the time (LOG 2026-11-29).
+# From so many blocks on, one is compiled for all: 24 then compile in a fifth of the time (LOG 2026-11-29).
 DEEP = 24
 OWN_OF_TORCH = f"{tempfile.gettempdir()}/torchinductor_"
 
