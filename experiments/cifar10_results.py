@@ -207,7 +207,10 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
     yield cells_table(cells)
     yield differences_table(thing, cells)
     if thing.references is stem_references:
-        yield "How much of a stem's lead over the linear one is left after pre-training, with Student's intervals, which hold one by one:"
+        yield (
+            "How much of a stem's lead over the linear one is left after pre-training, with Student's intervals, which"
+            " hold one by one:"
+        )
         yield changes_table(thing, cells)
     if any(each.is_drawn for each in cells.values()):
         yield f"![Learning curves of {thing.title}](images/{thing.picture})"

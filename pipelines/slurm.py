@@ -15,7 +15,8 @@ def main(words: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         prog="vitray slurm",
         description="Prints a batch script that runs `vitray VERB ARGS` in this folder, which all nodes must see; on"
-        " several nodes on a Ray of its own. Preempted, at its time limit or after a lost node the job queues again and goes on.",
+        " several nodes on a Ray of its own. Preempted, at its time limit or after a lost node the job queues again and"
+        " goes on.",
         epilog="example: vitray slurm --nodes 4 --gpus 8 --time 1-00:00:00 --submit train a2_s16_imagenet --name s16",
     )
     parser.add_argument("verb", metavar="VERB", help="train, sweep, shard, ...; options of slurm go before it")

@@ -36,6 +36,8 @@ def main(words: list[str]) -> dict[str, Any]:
     job_package.check_size(files)
     if files.skipped:
         messages.append(f"not sent, no plain files: {', '.join(files.skipped)}")
+    if files.secrets:
+        messages.append(f"not sent, as untracked secrets: {', '.join(files.secrets)}")
     names = ", ".join(sorted(variables)) or "none"
     messages.append(f"{len(files.sizes)} files, {files.total / job_package.MEGABYTE:.1f} MB; environment: {names}")
     print("\n".join(f"vitray: {line}" for line in messages), file=sys.stderr)

@@ -171,6 +171,13 @@ def test_a_small_file_that_would_take_long_to_decode_is_rejected(content, reason
             decode(content)
 
 
+def test_many_fill_bytes_of_a_jpeg_are_passed_over():
+    """Scans are counted beyond the usual number; a search from each of these bytes would take hours."""
+    content = b"\xff\xd8\xff\xda\x00\x02\x01" + b"\xff" * 2_000_000 + b"\x00" + b"\xff\xda" * 21
+    with pytest.raises(UndecodableImage):
+        decode_image(content)
+
+
 @pytest.mark.parametrize("place", ["segment", "tail"])
 def test_bytes_that_look_like_scans_are_none_outside_the_pixels_of_a_jpeg(place):
     jpeg, many = progressive(64, 0), b"\xff\xda" * 200
@@ -576,6 +583,17 @@ def test_a_shard_with_other_content_is_refused(tmp_path, columns, fault):
     assert message is None if fault is None else fault in message
 
 
+def test_a_shard_that_would_expand_out_of_proportion_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "SMALL", 2**16)
+    (tmp_path / "d").mkdir()
+    rows = pa.table({"image": [bytes(10**7)] * 2, "label": [0, 1], "key": ["a", "b"]})
+    pq.write_table(rows, tmp_path / "d/all.parquet", compression="zstd", use_dictionary=False)
+    split = Split(shards=(shard_of(tmp_path / "d/all.parquet"),), class_counts=(1, 1))
+    save_splits(tmp_path / "d", {"train": split}, ("a", "b"))
+    assert "all.parquet: " in (message := refusal(use, tmp_path / "d") or "")
+    assert "its rows take more than" in message
+
+
 # ---- arrays ----------------------------------------------------------------------------------------------------------
 
 
@@ -804,6 +822,13 @@ def test_a_weights_file_that_would_expand_out_of_proportion_is_refused(tmp_path,
         for member in stored.namelist():
             packed.writestr(member, stored.read(member))
     assert "expected at most 20 times as many" in verb(model, tmp_path / name)
+
+
+def test_a_tensor_that_shows_one_stored_value_everywhere_is_refused(tmp_path, verb):
+    whole = torch.zeros(1).as_strided((2**30, 2**20), (0, 0))
+    torch.save({"a": whole}, tmp_path / "x.pth")
+    assert (tmp_path / "x.pth").stat().st_size < 10_000
+    assert "a shows 4 bytes as 4,503,599,627,370,496" in verb(model, tmp_path / "x.pth")
 
 
 @pytest.mark.parametrize("content", [b"run: 1\n", b"hello", b"(.", b"\x85x"])

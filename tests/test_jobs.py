@@ -75,6 +75,17 @@ def test_files_that_git_does_not_ignore_are_sent(folder):
     assert set(list_files(folder).sizes) == kept - {"big.bin", "new file ü.txt"} | {".rayignore"}
 
 
+def test_untracked_secrets_are_not_sent(folder):
+    for name in (".env", ".env.local", "below/key.pem", ".aws/credentials"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("5")
+    git(folder, "add", "-f", "below/key.pem")  # as public as the repository
+    files = list_files(folder)
+    assert files.secrets == [".aws/credentials", ".env", ".env.local"]
+    assert "below/key.pem" in files.sizes
+    assert not {*files.secrets} & {*files.sizes}
+
+
 def test_a_folder_outside_git_is_sent_without_environments(tmp_path):
     for name in ("a.py", "b/c.yaml", ".venv/bin/python", "b/__pycache__/c.pyc"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -118,10 +129,10 @@ def test_a_package_over_the_limit_is_rejected_with_its_largest_parts(tmp_path):
     assert UPLOAD_LIMIT == DASHBOARD_CLIENT_MAX_SIZE
     sizes = {f"photos/{i}.png": 90_000 for i in range(1000)} | {"weights.pt": 30_000_000, "a.py": 1}
     with pytest.raises(ConfigError) as error:
-        check_size(PackageFiles(tmp_path, sizes, []))
+        check_size(PackageFiles(tmp_path, sizes, [], []))
     assert "120.2 MB in 1002 files, and a cluster takes 105 MB" in str(error.value)
     assert "the largest: photos/ (90.0 MB), weights.pt (30.0 MB), a.py (0.0 MB)" in str(error.value)
-    check_size(PackageFiles(tmp_path, {"a": 90_000_000}, []))
+    check_size(PackageFiles(tmp_path, {"a": 90_000_000}, [], []))
 
 
 RAY_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")

@@ -9,6 +9,7 @@ import urllib.parse
 import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +53,10 @@ DEFAULT_OUTPUTS = {"train": "runs", "sweep": "sweeps", "evaluate": "evaluations"
 DEFAULT_OUTPUTS |= {"inspection": "inspect", "bench": "bench_out", "replay": "replays"}
 
 
+# Names of files, and of folders above them, that hold secrets. A job has those that git tracks, public as they are.
+SECRETS = (".env", ".env.*", "*.pem", "*.key", "id_rsa", "id_ed25519", ".netrc", ".aws", ".ssh", ".kube")
+
+
 class PackageFiles(NamedTuple):
     """The files of a package: their sizes by their names relative to the folder."""
 
@@ -59,6 +64,8 @@ class PackageFiles(NamedTuple):
     sizes: dict[str, int]
     skipped: list[str]
     """Links to folders, submodules and sockets, which a package cannot hold."""
+    secrets: list[str]
+    """Untracked files with names of secrets, which are not sent."""
 
     @property
     def total(self) -> int:
@@ -69,19 +76,31 @@ class PackageFiles(NamedTuple):
 def list_files(folder: Path) -> PackageFiles:
     """Return the files to send: tracked files, plus untracked files that git does not ignore."""
     # Ray's own listing reads .gitignore only: it would send files of .git/info/exclude and core.excludesFile.
-    names = _git_files(folder)
+    names, tracked = _git_files(folder), set[str]()
     if names is None:
         paths = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
         names = [str(path) for path in paths if not EXCLUDED_FOLDERS & set(path.parts)]
+    else:
+        tracked = set(_listed(folder, "--cached"))
     sizes: dict[str, int] = {}
     skipped: list[str] = []
-    for name in sorted(set(names)):
+    secrets = sorted(name for name in {*names} - tracked if _is_secret(name))
+    for name in sorted({*names} - {*secrets}):
         path = folder / name
         if path.is_file():
             sizes[name] = path.stat().st_size
         elif path.exists():  # a tracked file that was deleted needs no mention
             skipped.append(name)
-    return PackageFiles(folder, sizes, skipped)
+    return PackageFiles(folder, sizes, skipped, secrets)
+
+
+def _is_secret(name: str) -> bool:
+    return any(fnmatchcase(part, pattern) for part in Path(name).parts for pattern in SECRETS)
+
+
+def _listed(folder: Path, *options: str) -> list[str]:
+    command = ["git", "-C", str(folder), "ls-files", "-z", *options]
+    return subprocess.run(command, capture_output=True, text=True).stdout.split("\0")
 
 
 def _git_files(folder: Path) -> list[str] | None:

@@ -22,6 +22,7 @@ from vitray.metrics.arrays import check_matrix
 from vitray.metrics.classification import CHUNK_VALUES, TOP, label_ranks
 
 IMAGENET_CLASSES = 1000
+MOST_BYTES = 2**26
 WORDNET_ID = re.compile(r"n\d{8}")
 
 
@@ -230,6 +231,8 @@ def _literals(path: Path) -> dict[str, Any]:
         tree = ast.parse(_read(path))
     except SyntaxError as error:
         raise ConfigError(f"{path}: line {error.lineno} is not Python; expected the authors' eval.py") from error
+    except (RecursionError, MemoryError, ValueError):
+        raise ConfigError(f"{path}: cannot be read as Python; expected the authors' eval.py") from None
     assigned = [
         (target.id, node.value)
         for node in tree.body
@@ -244,8 +247,14 @@ def _literals(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path}: a folder, pipe or device; expected the file that its authors publish")
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{path}: more than {MOST_BYTES:,} bytes; expected the file that its authors publish")
+        return content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error.__class__.__name__}; expected the file that its authors publish") from error
 
@@ -255,3 +264,5 @@ def _read_json(path: Path) -> Any:
         return json.loads(_read(path))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: line {error.lineno} is not JSON; expected the file of its authors") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply; expected the file of its authors") from None

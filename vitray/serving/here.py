@@ -61,6 +61,8 @@ class Running:
     def __init__(self, application: LocalServer, listening: socket.socket) -> None:
         config = uvicorn.Config(
             application,
+            http="h11",  # httptools keeps headers of any length, before a token is looked at
+            ws="none",
             lifespan="off",
             log_level="warning",
             access_log=False,

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from vitray.config.serving import Serving
 from vitray.inference.answers import answer
 from vitray.serving.hosted import Hosted, Item, logger
 from vitray.serving.request_body import BadRequest
+
+T = TypeVar("T")
 
 # Probabilities, or why there are none.
 Row = np.ndarray | str
@@ -65,8 +67,9 @@ class Replica:
             name, source, count = self.hosted.choose(task, top_k)
             member = source.member
             start = asyncio.get_running_loop().run_in_executor
-            decoding = [start(self.decoders, self.hosted.item, member, data, at) for at, data in enumerate(images)]
-            items = await asyncio.gather(*decoding)
+            items = await all_or_none(
+                [start(self.decoders, self.hosted.item, member, data, at) for at, data in enumerate(images)]
+            )
         except BadRequest as bad:
             return {"status": bad.status, "error": bad.message}
         rows = await asyncio.gather(*map(self.batches.answer, items))
@@ -80,6 +83,15 @@ class Replica:
     async def tasks(self) -> list[dict[str, Any]]:
         """Return the tasks of this replica."""
         return self.hosted.listing()
+
+
+async def all_or_none(futures: Sequence["asyncio.Future[T]"]) -> list[T]:
+    """Return the results; of those that wait behind the first one that fails none begins."""
+    try:
+        return await asyncio.gather(*futures)
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 class Batches:

@@ -74,6 +74,11 @@ class Spool:
         (self.folder / path).write_bytes(content)
         return str(path)
 
+    def stored(self, name: str) -> Path | None:
+        """Return the stored file of this path in the folder; None for one outside, which no record of ours names."""
+        path = (self.folder / name).resolve()
+        return path if path.is_relative_to((self.folder / ARTIFACTS).resolve()) else None
+
     def records(self, start: int = 0) -> Iterator[SpoolRecord]:
         """Yield the records from byte `start` on; a malformed line is an empty record."""
         size = self.size  # of the complete records: another thread may be writing the next one

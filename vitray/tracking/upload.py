@@ -117,8 +117,8 @@ class Uploader:
                 raise
             self._report_refusal(run_id, body, error)
         self._advance(run_id, batch)
-        if "file" in body:
-            (self.spool.folder / body["file"]).unlink(missing_ok=True)
+        if "file" in body and (path := self.spool.stored(body["file"])):
+            path.unlink(missing_ok=True)
 
     def _advance(self, run_id: str, batch: list[SpoolRecord]) -> None:
         self.spool.set_cursor(SpoolCursor(run_id, batch[-1].end))  # first: if it fails, the batch is sent again
@@ -199,8 +199,8 @@ class Uploader:
             case "tags" if not self._is_stale:
                 self._send_tags(run_id, body["tags"])
             case "artifact" | "image" as kind:
-                path = self.spool.folder / body["file"]
-                if not path.exists():  # it was uploaded to another store
+                path = self.spool.stored(body["file"])
+                if path is None or not path.exists():  # it was uploaded to another store
                     return
                 if kind == "image":
                     log_image(self.client, run_id, path, body["key"], body["step"])

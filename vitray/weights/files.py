@@ -70,6 +70,7 @@ def as_float32(state: State, url: str) -> State:
     """
     converted, wrong = {}, []
     for name, tensor in state.items():
+        _check_storage(name, tensor, url)
         if tensor.is_floating_point():
             try:
                 tensor = tensor.float()
@@ -85,6 +86,16 @@ def as_float32(state: State, url: str) -> State:
         values = f"values that are not finite as float32 in {few(sorted(wrong))}"
         raise ConfigError(f"{url}: {values}; expected the weights of a finished training")
     return converted
+
+
+def _check_storage(name: str, tensor: Tensor, url: str) -> None:
+    """Refuse a tensor that shows few stored values many times."""
+    if tensor.layout == torch.strided:
+        stored, shown = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
+        if shown > max(SMALL, MOST_EXPANSION * stored):
+            raise ConfigError(
+                f"{url}: {name} shows {stored:,} bytes as {shown:,}; expected a tensor that is stored whole"
+            )
 
 
 def _check_expansion(path: Path) -> None:

@@ -38,8 +38,9 @@ MAX_COMMENTS = 1000
 # this many reads, and one more for each of its BYTES_PER_READ bytes.
 MAX_READS, BYTES_PER_READ = 2**18, 64
 _SCAN = re.compile(rb"\xff\xda")
-# A marker that has a length: no stuffed zero of entropy-coded data, no RSTn, TEM or SOI.
-_SEGMENT = re.compile(rb"\xff+([^\x00\x01\xd0-\xd8\xff])")
+# A marker that has a length: no stuffed zero of entropy-coded data, no RSTn, TEM or SOI. Of several \xff before it the
+# last one is found: to begin a search at each would take the square of their number.
+_SEGMENT = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
 
 
 class UndecodableImage(ValueError):  # noqa: N818 - the name describes the image

@@ -153,7 +153,8 @@ def _cifar_batch(file: str) -> dict[str, Any]:
         batch = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
         if not isinstance(batch, dict):
             raise ValueError(f"it holds a {type(batch).__name__}")
-        return {key if isinstance(key, str) else key.decode(): value for key, value in batch.items()}
+        names = {key if isinstance(key, str) else key.decode(): value for key, value in batch.items()}
+        return {name: value.values if isinstance(value, _Array) else value for name, value in names.items()}
     except Exception as error:  # a malformed pickle may raise anything
         raise ConfigError(f"{file}: not a batch of CIFAR: {one_line(error)[:300]}") from None
 
@@ -171,15 +172,40 @@ def _binary_batch(content: bytes, file: str) -> dict[str, Any]:
     return {"data": rows[:, len(labels) :]} | {name: rows[:, place].tolist() for place, name in enumerate(labels)}
 
 
+class _Type:
+    """The type of an array's numbers, of a pickle; numpy itself would take types and states that corrupt memory."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self.name, self.order = name, "|"
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.order = state[1]
+
+
+class _Array:
+    """An array of integers, of a pickle."""
+
+    def __init__(self, *_: Any) -> None:
+        self.values = np.empty(0, np.uint8)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, kind, in_columns, content = state
+        if not re.fullmatch("[iu][1248]", kind.name):
+            raise pickle.UnpicklingError(f"an array of {kind.name}, expected integers")
+        content = content.encode("latin1") if isinstance(content, str) else content
+        values = np.frombuffer(content, np.dtype(kind.name).newbyteorder(kind.order))
+        self.values = values.reshape(shape, order="F" if in_columns else "C")
+
+
 class _ArraysOnly(pickle.Unpickler):
     """Reads numbers, text, lists, dicts and arrays; a pickle can run no other code."""
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = {
-            ("numpy", "ndarray"): np.ndarray,
-            ("numpy", "dtype"): np.dtype,
-            ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-            ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+            ("numpy", "ndarray"): object,  # named, and not called
+            ("numpy", "dtype"): _Type,
+            ("numpy.core.multiarray", "_reconstruct"): _Array,
+            ("numpy._core.multiarray", "_reconstruct"): _Array,
             # Array bytes of the old pickle protocols.
             ("_codecs", "encode"): lambda text, _: text.encode("latin1"),
         }

@@ -22,6 +22,7 @@ from vitray.cluster import session
 from vitray.config.parsing import short
 from vitray.config.sections import Section, Size, Text
 from vitray.config.validation import explain_error
+from vitray.data.shards.tables import check_layout
 from vitray.errors import ConfigError, one_line
 from vitray.system import storage
 
@@ -219,6 +220,7 @@ def read_column(dataset: Dataset, shard: Shard, name: str) -> list[Any]:
     storage.check_plain(url)
     files, path = storage.filesystem(url)
     with shard_errors(url), pq.ParquetFile(path, filesystem=files) as file:
+        check_layout(file.metadata, url, files.get_file_info(path).size)
         values = file.read(columns=[name]).flatten().column(name).to_pylist()
         if len(values) != shard.rows:
             raise ConfigError(f"{url}: column {name}: expected a value in each of {shard.rows} rows")

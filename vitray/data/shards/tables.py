@@ -54,16 +54,20 @@ def _opened(url: str, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
     storage.check_plain(url)
     try:
         with pq.ParquetFile(path, filesystem=files, read_dictionary=list(texts)) as file:
-            size, layout = files.get_file_info(path).size, file.metadata
-            if layout.num_rows > max(1, size):
-                raise ConfigError(f"{url}: {layout.num_rows:,} rows in {size:,} bytes, expected at most one a byte")
-            groups = (layout.row_group(group) for group in range(layout.num_row_groups))
-            list(_bounded(groups, lambda group: group.total_byte_size, url, size, "rows"))
+            check_layout(file.metadata, url, files.get_file_info(path).size)
             yield file
     except FileNotFoundError:
         raise ConfigError(f"{url}: no such file") from None
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"{url}: cannot be read as Parquet: {' '.join(str(error).split())}") from None
+
+
+def check_layout(layout: pq.FileMetaData, url: str, size: int) -> None:
+    """Refuse a Parquet file of a size whose rows, by its footer, would expand out of proportion."""
+    if layout.num_rows > max(1, size):
+        raise ConfigError(f"{url}: {layout.num_rows:,} rows in {size:,} bytes, expected at most one a byte")
+    groups = (layout.row_group(group) for group in range(layout.num_row_groups))
+    list(_bounded(groups, lambda group: group.total_byte_size, url, size, "rows"))
 
 
 def read_table(url: str) -> pa.Table:

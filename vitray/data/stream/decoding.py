@@ -24,6 +24,7 @@ from vitray.data.augment.views import ViewKind
 from vitray.data.shards.checking import check_shard
 from vitray.data.shards.label_lists import label_states
 from vitray.data.shards.manifest import Columns, Dataset, shard_errors
+from vitray.data.shards.tables import check_layout
 from vitray.data.stream.epoch_order import EpochOrder
 from vitray.errors import ConfigError, nearest
 from vitray.system import storage
@@ -365,8 +366,11 @@ def open_shard(rows: SplitRows, shard: int) -> pq.ParquetFile:
 
 @lru_cache(maxsize=16)  # each keeps a file open
 def _local_shard(url: str) -> pq.ParquetFile:
+    files, path = storage.filesystem(url)
     # A mapped file needs no read-ahead buffer, and concurrent threads would corrupt one.
-    return pq.ParquetFile(storage.filesystem(url)[1], memory_map=True, pre_buffer=False)
+    shard = pq.ParquetFile(path, memory_map=True, pre_buffer=False)
+    check_layout(shard.metadata, url, files.get_file_info(path).size)
+    return shard
 
 
 # A task reads a row group of many shards: each request for a file's size or footer would be repeated by every task.
@@ -380,6 +384,7 @@ def _remote_footer(url: str, size: int, row_groups: tuple[int, ...]) -> pq.FileM
     found = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
     if found != row_groups:
         raise ConfigError(f"{url}: its row groups are not those of dataset.json: another command has changed it")
+    check_layout(footer, url, size)
     return footer
 
 
