@@ -80,6 +80,24 @@ def test_pruning_keeps_the_latest_and_the_protected_checkpoints(run_dir):
     assert all(name.startswith(("step-00000020", "step-0000004", "step-0000005")) for name in listed(run_dir))
 
 
+def test_a_checkpoint_is_saved_where_the_older_ones_cannot_be_pruned(run_dir, monkeypatch):
+    prune, saved, delays = checkpoints.prune, [], []
+
+    def away_once(*arguments):
+        if not delays:
+            raise ConfigError("the storage is away")
+        prune(*arguments)
+
+    monkeypatch.setattr(checkpoints, "prune", away_once)
+    saver = Saver(run_dir, keep=1, on_saved=saved.append, on_delay=delays.append)
+    for step in (1, 2, 3):
+        saver.save(new_checkpoint(step))
+    saver.close()
+    assert (saved, saver.latest) == ([1, 2, 3], 3)
+    assert delays == ["checkpoints before step 1 stay until the next one: the storage is away"]
+    assert checkpoints.complete_steps(run_dir) == [3]
+
+
 def listed(run_dir):
     return storage.list_files(storage.join(run_dir, "checkpoints"))
 

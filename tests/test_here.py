@@ -279,6 +279,11 @@ def test_a_breakpoint_stops_in_the_step(place, tmp_path):
         (["compute.device=gpu"], {}, r"compute.device: got gpu, expected cpu or auto: torch finds no GPU"),
         (["data.cache=decoded"], {}, r"data.cache: got decoded with --here, expected none"),
         (["evaluate.where=gpu"], {}, r"evaluate.where: got gpu with --here on CPUs"),
+        (
+            ["compute.workers=2", "evaluate.where=cpu"],
+            {"WORLD_SIZE": "2"},
+            r"evaluate.where: got cpu with --here in 2 processes, expected workers",
+        ),
         ([], {"LOCAL_RANK": "first"}, r"LOCAL_RANK: got 'first', expected a number, as torchrun sets it"),
     ],
 )

@@ -1,5 +1,6 @@
 """The values over many images: each image once, one chunk at a time, the same in this process and on actors."""
 
+import numpy as np
 import pytest
 import torch
 from image_sets import SHAPES, write_dataset
@@ -11,11 +12,13 @@ from vitray.data.augment.decode import decode_image
 from vitray.data.augment.views import decode_views
 from vitray.inference import engine
 from vitray.inference.images import open_images
-from vitray.inference.networks import prepared
+from vitray.inference.models import describe_network, open_network
+from vitray.inference.network_spec import Numerics, Wanted
+from vitray.inference.networks import Networks, prepared
 from vitray.inspection.report import inspect_networks, measuring
 from vitray.inspection.report.figures import FIGURES
 from vitray.inspection.report.inspect_networks import Request, make_figures
-from vitray.inspection.report.measuring import CHUNK, spans_of
+from vitray.inspection.report.measuring import CHUNK, MeasureBatch, spans_of
 from vitray.inspection.report.subjects import MOST_SHOWN, at_even_distances
 from vitray.models.vit import ViT
 from vitray.weights import save_model
@@ -46,6 +49,20 @@ def test_chunks_hold_each_image_once_and_are_even(images):
     sizes = [stop - start for start, stop in spans]
     assert max(sizes) <= CHUNK
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_network_of_bf16_that_an_actor_opens_is_measured_in_float32(tmp_path):
+    run = Run(model=Model(name="vit_u2x1_8", image_size=32, num_classes=len(SHAPES))).replace(
+        {"compute.precision": "bf16"}
+    )
+    save_model(str(tmp_path / "model"), run, scrambled(ViT(run.model), 0), list(SHAPES))
+    spec = describe_network(str(tmp_path / "model"))[0]
+    views, has_pixels = [np.zeros((2, 32, 32, 3), np.uint8)], np.ones(2, bool)
+    found = []
+    for loaded in (None, {spec.name: open_network(spec)}):
+        networks = Networks([spec], Wanted(), Numerics("cpu", 1, 2), loaded)
+        found.append(MeasureBatch(["norms"], None)(networks, views, has_pixels)["norms"])
+    torch.testing.assert_close(found[0], found[1])
 
 
 def test_images_lie_at_even_distances():

@@ -15,6 +15,7 @@ from hosts import Host, Site, until
 
 from pipelines.__main__ import main
 from vitray.cluster.slurm import Allocation, job_words, script
+from vitray.cluster.slurm_node import Node
 
 ROOT = Path(__file__).parent.parent
 PYTHON = sys.executable
@@ -61,6 +62,16 @@ def test_the_token_is_new_in_each_job(tmp_path):
     }
     assert len(tokens) == 2
     assert all(len(bytes.fromhex(token)) == 32 for token in tokens)
+
+
+def test_an_element_of_an_array_is_named_alone(monkeypatch):
+    for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    node = Node("17", 0, 1, "127.0.0.1")
+    assert node.element == "17"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert node.element == "17_3"
 
 
 def test_a_verb_that_would_begin_anew_does_not_queue_again(tmp_path):

@@ -81,6 +81,25 @@ def test_processes_share_the_trials(folder, capsys):
     }
 
 
+def test_an_error_of_a_trial_leaves_the_others(folder, monkeypatch, capsys):
+    begun = []
+
+    def fail_once(run, name, *arguments, **options):
+        begun.append(name)
+        if len(begun) == 1:
+            raise ArithmeticError("a mistake in my network")
+        return train(run, name, *arguments, **options)
+
+    monkeypatch.setattr("vitray.sweeps.sweep_here.train", fail_once)
+    space = "space: {optim.lr: {grid: [1.0e-2, 2.0e-2]}}\n"
+    outcome = swept(folder, space, "mistaken")
+    assert outcome is not None
+    assert (outcome.finished, outcome.failed) == (1, 1)
+    record = json.loads((folder / "sweeps" / "mistaken" / begun[0] / "trial.json").read_text())
+    assert record["reason"] == "ArithmeticError: a mistake in my network"
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_a_trial_goes_on_whose_machine_was_lost(folder, monkeypatch):
     monkeypatch.setattr(lease, "LEASE_SECONDS", 3.0)
     claims = folder / "sweeps" / "lost" / "lr=0.01" / ".owner"

@@ -55,6 +55,12 @@ class Node(NamedTuple):
             raise RunError(f"{error.args[0]}: not set, expected to be started by srun in a job of Slurm") from None
 
     @property
+    def element(self) -> str:
+        """The name of the job; of an array, that of this element alone, whose number may be that of the whole array."""
+        array, task = (os.environ.get(f"SLURM_ARRAY_{name}") for name in ("JOB_ID", "TASK_ID"))
+        return f"{array}_{task}" if array and task else self.job
+
+    @property
     def port(self) -> int:
         """The port of Ray's head, below those that Linux gives to connections and above those of Ray's workers."""
         return 20_000 + int(self.job) % 10_000
@@ -90,7 +96,7 @@ def run(words: list[str], node: Node, extra: dict[str, str]) -> int:
             process.send_signal(signal.SIGTERM)
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     if is_told and code == ENDED:
-        queue_again(node.job)
+        queue_again(node.element)
     return code
 
 

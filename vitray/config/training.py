@@ -287,6 +287,10 @@ class Compute(Section):
     def _no_two_share_a_gpu(self) -> Self:
         if self.gpus < 1 and self.device == "cpu":
             raise ValueError(f"gpus: got {self.gpus:g} with device cpu, expected 1 (the default), or device gpu")
+        if self.gpus < 1 and self.local_batch == "auto":
+            raise ValueError(
+                f"local_batch: got auto with gpus {self.gpus:g}, expected a number: others take memory of the same GPU"
+            )
         if self.gpus < 1 and self.worker_range != (1, 1):
             raise ValueError(
                 f"gpus {self.gpus:g} needs workers: 1, got {self.workers}: NCCL refuses two workers of a run on one GPU"

@@ -85,7 +85,8 @@ class Networks:
                 self._others.append(OtherMember(spec, network, view))
                 continue
             stages = _stages(spec, network) if shares else [""] * (len(network.blocks) + 1)
-            if opened is not None and spec.precision == "bf16":  # the others are the caller's, too
+            # The others are the caller's, too, and where no output is wanted, the caller sends float32 images itself.
+            if opened is not None and wanted != Wanted() and spec.precision == "bf16":
                 round_products(network)
             if numerics.compile:
                 for block in network.blocks:

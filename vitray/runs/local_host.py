@@ -63,6 +63,7 @@ class LocalHost:
         self._sampler = SystemSampler() if mailbox else None
         self._progress_sent = 0.0
         self._prober: Child | None = None
+        self._val: Stream | None = None
 
     def close(self) -> None:
         """End the process of the probes."""
@@ -119,8 +120,10 @@ class LocalHost:
         del after
         evaluate, tokenizer = self._resolved.run.evaluate, copy.deepcopy(self.load("tokenizer"))
         device = self.device if evaluate.where == "gpu" else torch.device("cpu")
-        val, future = self.open_stream(evaluation_spec(self._resolved)), Future[Any]()
-        future.set_result(score_networks(self._resolved, val, tokenizer, networks, device))
+        if self._val is None:  # one for all, as the decoders keep few
+            self._val = self.open_stream(evaluation_spec(self._resolved))
+        future = Future[Any]()
+        future.set_result(score_networks(self._resolved, self._val, tokenizer, networks, device))
         return future
 
     def start_probes(self, step: int, weights: Mapping[str, np.ndarray]) -> Job:

@@ -22,6 +22,7 @@ from vitray.data.stream.balance import ClassDraw, class_draws, loss_weights
 from vitray.errors import ConfigError, nearest
 from vitray.runs.placement import check_batch
 from vitray.system import storage
+from vitray.system.lease import LEASE_SECONDS, RENEW_SECONDS
 from vitray.system.mlflow_client import tracking_uri
 from vitray.training.resolved import ResolvedRun
 from vitray.training.schedule import Intervals, Length, intervals_of, length_of
@@ -29,6 +30,10 @@ from vitray.weights.addresses import check_model_name
 
 if TYPE_CHECKING:
     from vitray.weights.pretrained import InitialWeights, TeacherSource, TokenizerSource
+
+
+# Seconds for which the process of a trial waits for the end of an earlier one, which may renew its lease meanwhile.
+TRIAL_PATIENCE = 2 * LEASE_SECONDS + RENEW_SECONDS
 
 
 class TrialHook(NamedTuple):
@@ -52,6 +57,8 @@ class TrialHook(NamedTuple):
     """Set when the sweep is interrupted: the run then saves a checkpoint and ends."""
     is_quiet: bool = True
     """Whether the run prints nothing."""
+    patience: float = TRIAL_PATIENCE
+    """Seconds to wait for another owner of its folder."""
 
 
 def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:

@@ -18,16 +18,13 @@ from vitray.runs.resolve import TrialHook, check_storage, resolve
 from vitray.runs.run_dir import Outcome, RunFolder, finished_outcome, fork_source, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
 from vitray.system import storage
-from vitray.system.lease import LEASE_SECONDS, RENEW_SECONDS, check_owner, own_folder
+from vitray.system.lease import check_owner, own_folder
 from vitray.training.resolved import ResolvedRun
 
 if TYPE_CHECKING:
     from vitray.runs.run_logger import Inbox, RunLogger
     from vitray.runs.train_here import Group
     from vitray.training.messages import WorkerResult
-
-# Seconds for which the process of a trial waits for the end of an earlier one, which may renew its lease meanwhile.
-TRIAL_PATIENCE = 2 * LEASE_SECONDS + RENEW_SECONDS
 
 
 class Platform(Protocol):
@@ -91,7 +88,7 @@ def _lead(
     out = storage.absolute(out)
     run_dir = storage.join(out, name)
     check_storage(run_dir)
-    with own_folder(run_dir, name, patience=TRIAL_PATIENCE if hook else 0.0) as ownership:
+    with own_folder(run_dir, name, patience=hook.patience if hook else 0.0) as ownership:
         folder = open_run_dir(run_dir, name, resolved, ownership.id, fork)
         if outcome := finished_outcome(run_dir):
             print(f"vitray: {name} is finished: {run_dir}", file=sys.stderr)

@@ -141,6 +141,11 @@ def check_settings(run: Run, place: Place) -> torch.device:
         raise ConfigError(
             f"data.cache: got {run.data.cache} with --here, expected none: the pixels would be in Ray's object store"
         )
+    if workers > 1 and run.data.evaluated and run.evaluate.where != "workers":
+        raise ConfigError(
+            f"evaluate.where: got {run.evaluate.where} with --here in {workers} processes, expected workers: the others"
+            " would wait for one that evaluates alone"
+        )
     gpus = torch.cuda.device_count()
     if compute.device == "cpu" or (compute.device == "auto" and not gpus):
         if run.evaluate.where == "gpu" and run.data.evaluated:

@@ -7,13 +7,14 @@ writes the report, which the last one does: a process that was killed leaves its
 import random
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from vitray.config import Run
-from vitray.errors import ConfigError, OwnershipLost
+from vitray.errors import ConfigError, OwnershipLost, RunError, one_line
 from vitray.runs.local_start import Place
 from vitray.runs.resolve import TrialHook, check_storage
 from vitray.runs.train import train
@@ -23,13 +24,15 @@ from vitray.sweeps.space import Space, check_space, run_of
 from vitray.sweeps.sweep import begun
 from vitray.sweeps.trial_store import RecordState, Scored, TrialRecord, TrialStore, read_record, recorded, write_record
 from vitray.system import storage
-from vitray.system.lease import POLL_SECONDS, Watch, own_folder
+from vitray.system.lease import POLL_SECONDS, Claim, Watch, own_folder
 
 if TYPE_CHECKING:
     from vitray.sweeps.sweep_logger import SweepOutcome
 
 # Seconds in which each of many processes that start together begins.
 PATIENCE = 600.0
+# Seconds to wait for a process that has chosen the same trial; others are free.
+TRIAL_PATIENCE = 1.0
 
 
 def sweep_here(recipe: Recipe, space: Space, name: str, out: str, command: str) -> "SweepOutcome | None":
@@ -97,9 +100,11 @@ def _next(store: TrialStore, watches: Mapping[str, Watch]) -> str | None:
     while True:
         waiting = _waiting(store)
         random.shuffle(waiting)
-        claims = {name: watches[name].live() for name in waiting}
-        if free := next((name for name in waiting if not claims[name]), None):
-            return free
+        claims = dict[str, Mapping[str, Claim]]()
+        for name in waiting:
+            claims[name] = watches[name].live()
+            if not claims[name]:
+                return name
         if all(any(map(watches[name].is_alive, claims[name])) for name in waiting):
             return None
         time.sleep(POLL_SECONDS)
@@ -108,13 +113,22 @@ def _next(store: TrialStore, watches: Mapping[str, Watch]) -> str | None:
 
 def _train(plan: SweepPlan, store: TrialStore, parent: str, name: str) -> None:
     """Train a trial, and write its record."""
-    run_dir, record = store.run_dir(name), store.trials[name].record
+    run_dir = store.run_dir(name)
+    record = read_record(run_dir)  # another process may have gone on with it meanwhile
     assert plan.first is not None, "planned before its stages were ready"
     dataset = plan.first.dataset
 
     def start(scored: Scored) -> RecordState:
-        hook = TrialHook(parent, scored, waits_for_decision=False, dataset=dataset, is_quiet=False)
-        return train(store.run(name), name, store.sweep_dir, hook=hook, here=True).state
+        hook = TrialHook(
+            parent, scored, waits_for_decision=False, dataset=dataset, is_quiet=False, patience=TRIAL_PATIENCE
+        )
+        try:
+            return train(store.run(name), name, store.sweep_dir, hook=hook, here=True).state
+        except (ConfigError, RunError, OwnershipLost):
+            raise
+        except Exception as error:  # as of a network that does not fit: the other trials go on
+            traceback.print_exc()
+            raise RunError(f"{type(error).__name__}: {one_line(error)}") from None
 
     def decide(record: TrialRecord) -> bool:
         with suppress(ConfigError):  # unreachable storage costs a restart this score, not the trial

@@ -306,10 +306,13 @@ class Saver:
             for event in copy.events:
                 event.synchronize()
             self._write_with_retries(copy.checkpoint)
-            self._check()
-            prune(self._run_dir, self._keep, protected)
             self.latest = copy.checkpoint.step
             self._on_saved(self.latest)
+            try:
+                self._check()
+                prune(self._run_dir, self._keep, protected)
+            except ConfigError as error:  # the storage is away: the next one prunes what this one leaves
+                self._on_delay(f"checkpoints before step {self.latest:,} stay until the next one: {error}")
         except BaseException as error:  # raised by the next save
             self._error = error
 

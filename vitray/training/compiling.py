@@ -35,6 +35,8 @@ def compiled_for_training(model: nn.Module, mode: str | None) -> Any:
 
     Blocks with other rates of drop path are other code, and CUDA graphs are of the whole step.
     """
+    if mode is not None:
+        torch.compiler.reset()  # of the runs of a process before, as torch compiles a function for eight networks
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     is_alike = len({block.drop_path for block in blocks}) == 1
     if mode != "default" or len(blocks) < DEEP or not is_alike:

@@ -17,6 +17,7 @@ from vitray.errors import ConfigError
 from vitray.training.data import with_masks
 from vitray.training.host import Host
 from vitray.training.learner import Learner, build_learner
+from vitray.training.profiling import forget_peak_memory
 from vitray.training.resolved import ResolvedRun
 from vitray.training.schedule import pair_size
 from vitray.training.step import take_step
@@ -36,6 +37,7 @@ def with_local_batch(resolved: ResolvedRun, host: Host) -> ResolvedRun:
     if has_limit(host.device):
         trial = Trial(resolved, host)
         passes = fewest(lambda passes: trial.fits(pair * -(-units // passes)), most)
+        forget_peak_memory(host.device)
     passes = all_reduce_max(passes or most + 1, host.device)
     if passes > most:
         raise ConfigError(
