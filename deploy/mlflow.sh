@@ -7,6 +7,8 @@
 # cluster. `mlflow_users.py /etc/vitray/mlflow.ini NAME` makes a person's user.
 set -euo pipefail
 destination=$1
+# Beside the artifacts, of which every user of MLflow may read each by its path.
+backup=${destination%/}-server
 home=/var/lib/vitray
 settings=/etc/vitray
 address=${2:-$(hostname -I | cut -d' ' -f1)}
@@ -58,7 +60,7 @@ EnvironmentFile=$settings/mlflow.env
 # MLflow rejects requests for other host names with 403; its default allows only RFC 1918 addresses.
 Environment=MLFLOW_SERVER_ALLOWED_HOSTS=localhost:*,127.0.0.1:*,$address:*,$(hostname):*
 # A new head node starts with the databases of the previous one.
-ExecStartPre=$python $HOME/vitray/deploy/mlflow_store.py restore $home $destination/server
+ExecStartPre=$python $HOME/vitray/deploy/mlflow_store.py restore $home $backup
 # Uvicorn restarts workers that miss a health check of 5 s by default, which is too short for a busy machine.
 ExecStart=$python -m mlflow server --app-name basic-auth --host 127.0.0.1 --port 5000 --workers 2 \\
   --uvicorn-opts "--timeout-worker-healthcheck 120" --artifacts-destination $destination
@@ -70,6 +72,8 @@ UMask=0077
 NoNewPrivileges=true
 PrivateTmp=true
 ProtectSystem=full
+# MLflow lets its users place the artifacts of an experiment in any folder of the server, and so read from it.
+InaccessiblePaths=-$HOME/.ray -$HOME/.ssh -$HOME/.vitray
 [Install]
 WantedBy=multi-user.target
 END
@@ -94,7 +98,7 @@ DynamicUser=true
 ExecStart=/usr/lib/systemd/systemd-socket-proxyd 127.0.0.1:5000
 END
 
-# The disk is lost with the head node, so the databases are backed up next to the artifacts.
+# The disk is lost with the head node, so the databases are backed up beside the artifacts.
 unit vitray-mlflow-save.service <<END
 [Unit]
 Description=Back up the MLflow databases of vitray
@@ -102,7 +106,7 @@ Description=Back up the MLflow databases of vitray
 Type=oneshot
 User=$USER
 EnvironmentFile=$settings/mlflow.env
-ExecStart=$python $HOME/vitray/deploy/mlflow_store.py save $home $destination/server
+ExecStart=$python $HOME/vitray/deploy/mlflow_store.py save $home $backup
 END
 
 unit vitray-mlflow-save.timer <<END

@@ -535,6 +535,9 @@ def test_mlflow_is_a_service_that_asks_for_a_password(machine):
     assert "--app-name basic-auth --host 127.0.0.1" in server
     assert "--artifacts-destination s3://vitray-test/mlflow" in server
     assert "Restart=always" in server
+    assert "mlflow_store.py restore" in server
+    assert server.count("s3://vitray-test/mlflow-server") == 1  # no artifact, which every user could read
+    assert f"InaccessiblePaths=-{machine.home}/.ray -{machine.home}/.ssh -{machine.home}/.vitray\n" in server
     assert not any("0.0.0.0" in text or "canary" in text or "ca=na" in text for text in units.values())
     (listening,) = re.findall(r"ListenStream=(\S+):5000", units["vitray-mlflow-private.socket"])
     assert re.fullmatch(r"[\d.]+", listening)

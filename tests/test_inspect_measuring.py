@@ -61,7 +61,7 @@ def test_a_network_of_bf16_that_an_actor_opens_is_measured_in_float32(tmp_path):
     found = []
     for loaded in (None, {spec.name: open_network(spec)}):
         networks = Networks([spec], Wanted(), Numerics("cpu", 1, 2), loaded)
-        found.append(MeasureBatch(["norms"], None)(networks, views, has_pixels)["norms"])
+        found.append(MeasureBatch(["distance"], None)(networks, views, has_pixels)["distance"])
     torch.testing.assert_close(found[0], found[1])
 
 

@@ -202,6 +202,22 @@ def test_a_replica_decodes_as_many_images_at_a_time_as_it_has_cpus(folder):
     assert len(set(decoded)) == 2
 
 
+def test_images_behind_a_bad_one_of_a_request_are_not_decoded(folder):
+    network = Replica(serving(folder, cpus=1))
+    decoded, item = [], network.hosted.item
+
+    def watched(*arguments):
+        decoded.append(arguments)
+        time.sleep(0.01)
+        return item(*arguments)
+
+    network.hosted.item = watched
+    images = [b"bad", *(png(value) for value in range(60))]
+    answer = asyncio.run(network.predict("base", None, images))
+    assert answer["status"] == 400
+    assert len(decoded) < 30
+
+
 def test_images_that_arrive_while_a_batch_is_computed_are_the_next_one():
     computed, first, more = [], threading.Event(), threading.Event()
 

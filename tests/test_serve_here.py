@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -75,6 +76,17 @@ def test_errors_and_counts_are_those_of_the_gateway(running, free_port):
     assert ask(free_port, "/v1/predict", bytes(50_001))[0] == 413
     status, page = ask(free_port, "/metrics", method="GET")
     assert (status, 'vitray_requests_total{status="400",task=""}' in page) == (200, True)
+
+
+def test_headers_without_end_are_read_no_further_than_a_limit(running, free_port):
+    sent = 0
+    with socket.create_connection(("127.0.0.1", free_port), timeout=60) as client, suppress(OSError):
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Name: ")
+        while sent < 2**26:
+            client.sendall(b"a" * 2**16)
+            sent += 2**16
+    assert sent < 2**26
+    assert ask(free_port, "/healthz", method="GET")[0] == 200
 
 
 def test_the_description_names_each_path(running, free_port):

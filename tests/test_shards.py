@@ -431,6 +431,17 @@ def test_cifar_10(tmp_path):
     assert np.array_equal(pixels(content), cifar_batch(0, 3)["data"][1].reshape(3, 32, 32).transpose(1, 2, 0))
 
 
+@pytest.mark.parametrize(
+    "content", [b"cnumpy\nndarray\n((I8589934592\ntS'O'\ntR.", pickle.dumps({"data": np.array([None])}, protocol=2)]
+)
+def test_a_pickle_that_asks_for_memory_or_objects_is_refused(tmp_path, content):
+    write(tmp_path / "data_batch_1", content)
+    write(tmp_path / "test_batch", content)
+    write(tmp_path / "batches.meta", pickle.dumps({"label_names": ["plane", "car"]}))
+    with pytest.raises(ConfigError, match="not a batch of CIFAR"):
+        listed(tmp_path)
+
+
 def test_cifar_100_in_its_archive(tmp_path):
     train = {b"data": cifar_batch(0, 2)["data"], b"fine_labels": [1, 0], b"coarse_labels": [0, 0]}
     with tarfile.open(tmp_path / "cifar-100-python.tar.gz", "w:gz") as tar:

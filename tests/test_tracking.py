@@ -169,6 +169,16 @@ def test_an_incomplete_last_line_is_cut_off(tmp_path):
     spool.close()
 
 
+def test_a_file_of_a_record_lies_in_its_spool(tmp_path):
+    spool = Spool(tmp_path / "j")
+    assert spool.stored(spool.store_file("a.png", b"1")).read_bytes() == b"1"
+    (tmp_path / "key").write_text("secret")
+    (tmp_path / "j" / "artifacts" / "link").symlink_to(tmp_path / "key")
+    for name in (str(tmp_path / "key"), "../key", "artifacts/link", "records.jsonl"):
+        assert spool.stored(name) is None
+    spool.close()
+
+
 def test_a_record_that_a_full_disk_cut_short_is_overwritten(tmp_path, monkeypatch):
     spool = Spool(tmp_path / "j")
     pwrite = os.pwrite
