@@ -21,8 +21,10 @@ demo: .venv/.installed  ## draw a dataset, train on it with two workers, registe
 	@$(BIN)/vitray demo --json
 
 speedrun: .venv/.installed  ## from cifar-10-binary.tar.gz, in this folder, to a network in five minutes
+	@test -e cifar-10-binary.tar.gz || { echo "cifar-10-binary.tar.gz is not in this folder: it is the binary version" \
+		"of https://www.cs.toronto.edu/~kriz/cifar.html"; exit 1; }
 	@$(BIN)/vitray shard cifar-10-binary.tar.gz data/cifar10
-	@$(BIN)/vitray train cifar10_speedrun --here
+	@$(BIN)/vitray train cifar10_speedrun --here tracking.register_as=cifar10
 
 CLUSTER ?= cluster.yaml
 
