@@ -9,7 +9,8 @@ from vitray.config import Model, Run, load_run
 from vitray.data.shards import open_dataset, read_request, write_dataset
 from vitray.errors import ConfigError
 from vitray.models.vit import TwoHeads, ViT
-from vitray.runs.resolve import difference, resolve
+from vitray.runs.resolve import resolve
+from vitray.runs.run_dir import difference
 from vitray.runs.train import train
 from vitray.weights import load_model, save_model
 

@@ -11,7 +11,8 @@ from vitray.config import load_run
 from vitray.config.training import Data
 from vitray.data.shards import held_out, open_dataset, read_request, write_dataset
 from vitray.errors import ConfigError
-from vitray.runs.resolve import check_storage, difference, plan_of, resolve
+from vitray.runs.resolve import check_storage, plan_of, resolve
+from vitray.runs.run_dir import difference
 
 ROOT = Path(__file__).parent.parent
 TINY = ["model.name=vit_u2x2_8", "model.image_size=32", "model.num_classes=10", "optim.batch=16"]

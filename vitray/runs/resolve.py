@@ -1,8 +1,7 @@
 """`resolve`: all that follows from a run's settings, data and weights, checked before Ray starts."""
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +21,6 @@ from vitray.data.stream.balance import ClassDraw, class_draws, loss_weights
 from vitray.errors import ConfigError, nearest
 from vitray.runs.placement import check_batch
 from vitray.system import storage
-from vitray.system.lease import LEASE_SECONDS, RENEW_SECONDS
 from vitray.system.mlflow_client import tracking_uri
 from vitray.training.resolved import ResolvedRun
 from vitray.training.schedule import Intervals, Length, intervals_of, length_of
@@ -30,35 +28,6 @@ from vitray.weights.addresses import check_model_name
 
 if TYPE_CHECKING:
     from vitray.weights.pretrained import InitialWeights, TeacherSource, TokenizerSource
-
-
-# Seconds for which the process of a trial waits for the end of an earlier one, which may renew its lease meanwhile.
-TRIAL_PATIENCE = 2 * LEASE_SECONDS + RENEW_SECONDS
-
-
-class TrialHook(NamedTuple):
-    """The connection of a run to the sweep that it is a trial of."""
-
-    parent_uid: str
-    """The parent run in MLflow."""
-    should_stop: Callable[[int, int, Mapping[str, float]], bool]
-    """Called with each evaluation's step, the run's number of steps and the scores; True stops the run early."""
-    waits_for_decision: bool
-    """Whether training waits for that answer."""
-    dataset: Dataset | None = None
-    """The sweep's open dataset."""
-    concurrent_trials: int = 1
-    """Trials that share the cluster."""
-    has_cpus: bool = True
-    """Whether compute.cpus is the user's, not the plan's."""
-    own_cpus: int | None = None
-    """CPUs of the trial's process, which then trains by itself; None trains with workers on Ray."""
-    stop_requested: threading.Event | None = None
-    """Set when the sweep is interrupted: the run then saves a checkpoint and ends."""
-    is_quiet: bool = True
-    """Whether the run prints nothing."""
-    patience: float = TRIAL_PATIENCE
-    """Seconds to wait for another owner of its folder."""
 
 
 def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
@@ -274,47 +243,6 @@ def check_storage(url: str) -> None:
     """Refuse an unusable folder for results and a temporary tracking store."""
     tracking_uri()
     check_writable(url)
-
-
-def difference(old: Run, new: Run) -> list[str]:
-    """Return the settings that make two runs different experiments, as `path: old -> new`."""
-    before, after = old.dotted(), new.dotted()
-    return [
-        f"{path}: {before.get(path)!r} -> {after.get(path)!r}"
-        for path in dict.fromkeys([*before, *after])
-        if before.get(path) != after.get(path) and not path.startswith(FREE)
-    ]
-
-
-# Settings that may change on a resume, because they do not affect the result.
-FREE = (
-    "compute.workers",
-    "compute.device",
-    "compute.cpus",
-    "compute.gpus",
-    "compute.local_batch",
-    "compute.compile",
-    "compute.channels_last",
-    "compute.activation_checkpointing",
-    "compute.max_failures",
-    "checkpoint.",
-    "data.url",  # a dataset may move: its identity is compared instead
-    "data.augment.on",
-    "data.cache",
-    "evaluate.batch",
-    "evaluate.figures",
-    "evaluate.gpus",
-    "evaluate.probes",
-    "evaluate.where",
-    "guard.",
-    "model.execution",
-    "task.save_delta",
-    "task.distill.teacher",
-    "task.weights",  # weights may move: their identity is compared instead
-    "task.objective.tokenizer",
-    "tracking.promote",
-    "tracking.register_as",
-)
 
 
 def _images(dataset: Dataset, setting: str, split: str) -> int:

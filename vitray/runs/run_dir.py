@@ -11,9 +11,38 @@ from vitray.config import Run, load_run
 from vitray.data.shards import Dataset, open_dataset
 from vitray.errors import ConfigError, nearest
 from vitray.pages.notebook import facts_html
-from vitray.runs.resolve import difference
 from vitray.system import storage
 from vitray.training.resolved import ResolvedRun
+
+# Settings that may change on a resume, because they do not affect the result.
+FREE = (
+    "compute.workers",
+    "compute.device",
+    "compute.cpus",
+    "compute.gpus",
+    "compute.local_batch",
+    "compute.compile",
+    "compute.channels_last",
+    "compute.activation_checkpointing",
+    "compute.max_failures",
+    "checkpoint.",
+    "data.url",  # a dataset may move: its identity is compared instead
+    "data.augment.on",
+    "data.cache",
+    "evaluate.batch",
+    "evaluate.figures",
+    "evaluate.gpus",
+    "evaluate.probes",
+    "evaluate.where",
+    "guard.",
+    "model.execution",
+    "task.save_delta",
+    "task.distill.teacher",
+    "task.weights",  # weights may move: their identity is compared instead
+    "task.objective.tokenizer",
+    "tracking.promote",
+    "tracking.register_as",
+)
 
 SETTINGS, RUN_META, OUTCOME = "run.yaml", "run.json", "outcome.json"
 
@@ -163,6 +192,16 @@ def resume_command(name: str, run_dir: str) -> str:
     options = [] if out == storage.absolute("runs") else ["--out", out]
     verb = ["vitray", "submit", "train"] if session.job_dir() else ["vitray", "train"]
     return shlex.join([*verb, "--resume", name, *options])
+
+
+def difference(old: Run, new: Run) -> list[str]:
+    """Return the settings that make two runs different experiments, as `path: old -> new`."""
+    before, after = old.dotted(), new.dotted()
+    return [
+        f"{path}: {before.get(path)!r} -> {after.get(path)!r}"
+        for path in dict.fromkeys([*before, *after])
+        if before.get(path) != after.get(path) and not path.startswith(FREE)
+    ]
 
 
 def _check_same(run_dir: str, name: str, resolved: ResolvedRun, meta: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from vitray.metrics.arrays import Examples
 from vitray.runs.callback import Callback
 from vitray.runs.console import Console, RunConsole
 from vitray.runs.placement import Placement
-from vitray.runs.resolve import TrialHook, plan_of
+from vitray.runs.resolve import plan_of
 from vitray.runs.run_dir import OUTCOME, Outcome, RunFolder, resume_command
 from vitray.runs.run_summary import (
     best_block,
@@ -34,6 +34,7 @@ from vitray.runs.run_summary import (
     placement_block,
     run_datasets,
 )
+from vitray.runs.trial_hook import TrialHook
 from vitray.system import host_facts, storage
 from vitray.tracking.lineage import ModelScores
 from vitray.tracking.model_registry import VersionScore

@@ -14,9 +14,10 @@ from vitray.runs.console import Console
 from vitray.runs.local_start import Place, decode_processes
 from vitray.runs.placement import Placement
 from vitray.runs.promotion import promote_finished
-from vitray.runs.resolve import TrialHook, check_storage, resolve
+from vitray.runs.resolve import check_storage, resolve
 from vitray.runs.run_dir import Outcome, RunFolder, finished_outcome, fork_source, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
+from vitray.runs.trial_hook import TrialHook
 from vitray.system import storage
 from vitray.system.lease import check_owner, own_folder
 from vitray.training.resolved import ResolvedRun

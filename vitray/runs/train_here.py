@@ -22,9 +22,10 @@ from vitray.runs.local_host import LocalHost
 from vitray.runs.local_start import Place
 from vitray.runs.model_output import initial_weights
 from vitray.runs.placement import Placement, check_batch
-from vitray.runs.resolve import TrialHook, resolve
+from vitray.runs.resolve import resolve
 from vitray.runs.run_dir import Outcome, RunFolder
 from vitray.runs.shutdown import GracefulShutdown
+from vitray.runs.trial_hook import TrialHook
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.training.host import COLLECTIVE_SECONDS
 from vitray.training.loop import train_loop

@@ -23,9 +23,9 @@ from vitray.runs.failures import HangReport, fit_with_restarts
 from vitray.runs.growth import NEVER, Growth
 from vitray.runs.model_output import initial_weights
 from vitray.runs.placement import Placement, alive_nodes, await_nodes, place_workers, room_for_workers, start_attempts
-from vitray.runs.resolve import TrialHook
 from vitray.runs.run_dir import RunFolder
 from vitray.runs.shutdown import GracefulShutdown
+from vitray.runs.trial_hook import TrialHook
 from vitray.runs.worker_mailbox import LOST, Mailbox, MailboxLost
 from vitray.system.storage import scratch_folder
 from vitray.tasks.supervised import Teacher

@@ -11,7 +11,8 @@ from vitray.cluster import session
 from vitray.config import Run, load_run
 from vitray.errors import ConfigError
 from vitray.runs.placement import await_nodes
-from vitray.runs.resolve import check_storage, difference
+from vitray.runs.resolve import check_storage
+from vitray.runs.run_dir import difference
 from vitray.sweeps.plan import SWEEP_META, Recipe, SweepPlan, cluster_nodes, plan_stages, plan_sweep
 from vitray.sweeps.space import STAGES_DIR, Space
 from vitray.system import storage

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from vitray.config import Run
 from vitray.errors import ConfigError, OwnershipLost, RunError, one_line
 from vitray.runs.local_start import Place
-from vitray.runs.resolve import TrialHook, check_storage
+from vitray.runs.resolve import check_storage
 from vitray.runs.train import train
 from vitray.runs.train_here import check_settings
+from vitray.runs.trial_hook import TrialHook
 from vitray.sweeps.plan import Recipe, SweepPlan, plan_sweep, this_machine
 from vitray.sweeps.space import Space, check_space, run_of
 from vitray.sweeps.sweep import begun

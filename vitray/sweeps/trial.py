@@ -16,8 +16,8 @@ from ray import tune
 from vitray.config import Run
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError, OwnershipLost, RunError
-from vitray.runs.resolve import TrialHook
 from vitray.runs.train import train
+from vitray.runs.trial_hook import TrialHook
 from vitray.sweeps.capacity import TrialResources
 from vitray.sweeps.plan import own_cpus, trials_that_fit
 from vitray.sweeps.population import CONTINUES, continue_from, copy_checkpoint_to
