@@ -9,14 +9,12 @@ Shapes: G groups, S seeds, R runs.
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from vitray.metrics.intervals import LEVEL, POWER
 
-# Points of a numerical integral, whose error is then about 2e-4.
-POINTS = 50_000
 # More seeds than that are not named.
 MOST_SEEDS = 1_000
 
@@ -126,35 +124,9 @@ def tukey(pooled: Pooled, pairs: Sequence[tuple[str, str]]) -> list[GroupDiffere
     shape = len(pooled.groups), pooled.freedom
     reach = float(studentized_range.ppf(LEVEL, *shape)) / math.sqrt(2)
     return [
-        _difference(*pooled.difference(*pair), reach, lambda t: float(studentized_range.sf(t * math.sqrt(2), *shape)))
+        difference_of(*pooled.difference(*pair), reach, lambda t: float(studentized_range.sf(t * math.sqrt(2), *shape)))
         for pair in pairs
     ]
-
-
-def dunnett(pooled: Pooled, control: str) -> dict[str, GroupDifference]:
-    """Return {group: its difference from the control}, which hold for all groups, by Dunnett's test."""
-    from scipy.optimize import brentq  # loads slowly
-    from scipy.stats import multivariate_t
-
-    others = [name for name in pooled.groups if name != control]
-    places, at = [pooled.groups.index(name) for name in others], pooled.groups.index(control)
-    contrasts = np.zeros((len(others), len(pooled.groups)))
-    contrasts[range(len(others)), places] = 1
-    contrasts[:, at] = -1
-    factors = contrasts @ pooled.factors @ contrasts.T
-    correlation = factors / np.sqrt(np.outer(factors.diagonal(), factors.diagonal()))
-
-    def exceeds(t: float) -> float:
-        """Return the probability that some contrast is beyond t where no group differs."""
-        bounds = np.full(len(others), t)
-        within = law.cdf(
-            bounds, shape=correlation, df=pooled.freedom, lower_limit=-bounds, maxpts=POINTS, random_state=0
-        )
-        return 1 - float(within)
-
-    law: Any = multivariate_t
-    reach: Any = brentq(lambda t: exceeds(t) - (1 - LEVEL), 0.1, 1e4, xtol=1e-6)
-    return {name: _difference(*pooled.difference(name, control), reach, exceeds) for name in others}
 
 
 def seeds_to_tell(pooled: Pooled, difference: float) -> int | None:
@@ -178,6 +150,7 @@ def seeds_to_tell(pooled: Pooled, difference: float) -> int | None:
     return seeds
 
 
-def _difference(mean: float, error: float, reach: float, tail: Callable[[float], float]) -> GroupDifference:
+def difference_of(mean: float, error: float, reach: float, tail: Callable[[float], float]) -> GroupDifference:
+    """Return a difference whose interval reaches some standard errors, with p as the tail of its number of them."""
     p = float(np.clip(tail(abs(mean) / error), 0, 1)) if error > 0 else 1.0
     return GroupDifference(mean, mean - reach * error, mean + reach * error, p)
