@@ -30,7 +30,7 @@ from vitray.config.serving import Serving
 from vitray.errors import ConfigError, RunError
 from vitray.models.stems import synchronize_norms
 from vitray.runs.callback import Callback
-from vitray.runs.resolve import resolve
+from vitray.runs.resolve import plan_of, plan_text, resolve
 from vitray.runs.train import train
 from vitray.serving.here import serving_from
 from vitray.tasks.build import build_task
@@ -561,7 +561,13 @@ def test_a_run_in_which_only_the_head_learns_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"task.head_first: got 1 epoch, which is 5 steps, expected fewer than the 5"):
         resolve(run)
     run = run.replace({"task.head_first": "4 steps"})
-    assert resolve(run).length.total == 5
+    resolved = resolve(run)
+    assert resolved.length.total == 5
+    shown = {"prototypes": "12", "teacher_temperature": "[0.05, 0.09]", "momentum": "0.99"}  # the last by 40 images
+    assert {name: plan_of(resolved)[name] for name in shown} == shown
+    assert "prototypes         12" in plan_text(resolved)
+    lejepa = load_run(None, LEJEPA | {"data.url": start["data.url"], "optim.batch": 8, "optim.warmup": "0 steps"})
+    assert resolve(lejepa).length.total == 800 * 5
     with pytest.raises(
         ConfigError, match=r"task.freeze_prototypes: got 5 steps, which is 5 steps, expected fewer than"
     ):

@@ -301,7 +301,7 @@ def test_the_page_has_the_table_of_settings_by_data():
     rows = [row for row in (ROOT / "docs/pretraining.md").read_text().splitlines() if row.endswith(" epochs |")]
     assert len(rows) == len(BY_DATA)
     for text, row in zip(rows, BY_DATA, strict=True):
-        start, end = row.of_task()["teacher_temperature"]
+        start, end = row.of_task("self_distillation")["teacher_temperature"]
         most = "more" if math.isinf(row.images) else f"{row.images:,}"
         temperature = f"{end:g}" if start == end else f"{start:g} to {end:g}"
         cells = (most, f"{row.prototypes:,}", temperature, f"{row.momentum:g}", f"{row.epochs} epochs")

@@ -91,7 +91,7 @@ class Lejepa(Section):
     """LeJEPA (Balestriero and LeCun, 2025): each view predicts the mean of the image's global views, and along random
     directions all projections together are normally distributed. No teacher."""
 
-    traits: ClassVar = TaskTraits(needs=("views",), may_collapse=True, joint=True)
+    traits: ClassVar = TaskTraits(needs=("views",), may_collapse=True, joint=True, by_data=True)
     kind: Literal["lejepa"] = "lejepa"
     weight: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Weight of the statistic of normality; the prediction has 1 - weight."""
@@ -153,8 +153,10 @@ class ByData(NamedTuple):
     """Of the teacher, in the first step."""
     epochs: int
 
-    def of_task(self) -> dict[str, Any]:
-        """Return the settings of the task."""
+    def of_task(self, kind: str) -> dict[str, Any]:
+        """Return the settings of a kind of task: of its teacher, where it has one."""
+        if kind != "self_distillation":
+            return {}
         temperatures = [TEACHER_TEMPERATURE, self.temperature]
         return {"prototypes": self.prototypes, "teacher_temperature": temperatures, "momentum": self.momentum}
 

@@ -112,7 +112,7 @@ def plan_of(resolved: ResolvedRun) -> dict[str, int | float | str | None]:
         "evaluate_every": resolved.intervals.evaluate if run.data.evaluated else None,
         "record_every": resolved.intervals.record,
         "few_shot_least": resolved.few_shot_least,
-        **{name: spelled(getattr(run.task, name)) for name in BY_DATA[0].of_task() if run.task.traits.by_data},
+        **{name: spelled(getattr(run.task, name)) for name in BY_DATA[0].of_task(run.task.kind)},
         "teacher": teacher and teacher.url,
         "teacher_identity": teacher and teacher.identity,
         "teacher_gflops": teacher and teacher.gflops,
@@ -168,7 +168,8 @@ def _completed_by_data(run: Run, dataset: Dataset, mask: np.ndarray | None, imag
         changes["task.class_weights"] = [float(f"{weight:.6g}") for weight in found]
     if traits.by_data:
         row = by_data(images)
-        changes |= {f"task.{name}": value for name, value in row.of_task().items() if getattr(run.task, name) is None}
+        settings = row.of_task(run.task.kind).items()
+        changes |= {f"task.{name}": value for name, value in settings if getattr(run.task, name) is None}
         if "duration" not in run.optim.model_fields_set:
             changes["optim.duration"] = f"{row.epochs} epochs"
     return run.replace(changes) if changes else run
