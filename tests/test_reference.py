@@ -39,6 +39,9 @@ def test_every_verb_recipe_and_option_has_a_row():
     assert "|  |" not in PAGES["verbs.md"], "an argument without a meaning"
     assert not re.search(r"^##.*\n\n\n", PAGES["verbs.md"], re.MULTILINE), "a command without a description"
     assert PAGES["recipes.md"].count("expected: ") > 50
+    # A command that goes on in another line is a block of its own; in prose its backslash would be shown.
+    prose = re.sub(r"^```.*?^```$", "", PAGES["recipes.md"], flags=re.DOTALL | re.MULTILINE)
+    assert not re.search(r"\\[\sa-zA-Z0-9]", prose)
 
 
 def test_every_name_of_readme_docs_and_notebooks_is_on_the_python_page():
