@@ -539,10 +539,6 @@ def test_given_weights_go_on_after_the_head_has_learned_alone(tmp_path, settings
     [
         ({"task.mode": "attn"}, "task.mode: got attn without task.weights, expected full: all weights are new"),
         ({"task.head_first": "1 epoch"}, "task.head_first: got a length without task.weights, expected null"),
-        (
-            {"data.views": {"global": {"count": 1}, "local": None}},
-            "data.views: got one view, expected at least two: task",
-        ),
         ({"guard.on_collapse": "stop"}, "guard.on_collapse stop needs evaluate.probes with knn or rank, and its bound"),
         ({"task.weights": "w", "task.lora.rank": 3}, "task.lora.rank is about mode lora alone; got mode full"),
         ({"task.weights": "w", "task.mode": "head"}, "task.mode: got 'head', expected 'full', 'attn', 'attn_norm'"),
@@ -552,6 +548,12 @@ def test_bad_starts_get_one_message(changes, message):
     with pytest.raises(ConfigError) as error:
         load_run(None, LEJEPA | changes)
     assert message in str(error.value)
+
+
+def test_one_view_alone_predicts_nothing():
+    alone = {key: value for key, value in LEJEPA.items() if key != "data.views.local.count"}
+    with pytest.raises(ConfigError, match=r"data.views: got one view, expected at least two: task lejepa predicts"):
+        load_run(None, alone | {"data.views": {"global": {"count": 1}, "local": None}})
 
 
 def test_a_run_in_which_only_the_head_learns_is_refused(tmp_path):

@@ -217,7 +217,7 @@ timm's train.py cannot distribute to CPUs: it trains with one worker.
 """
 HEAD = """# What a fault costs
 
-What happens to a training run after a fault, in vitray and in four stacks that people use, and how to measure the
+What happens to a training run after a fault, in vitray and in other stacks that people use, and how to measure the
 cells that say "not measured". Over all faults of this page:
 
 {summary}

@@ -157,8 +157,6 @@ def random_batch(run: Run, device: torch.device) -> DeviceBatch:
 def training_step(run: Run, batch: DeviceBatch) -> tuple[Learner, Callable[[], object]]:
     """Return a learner on the device of a batch, and its step; sets the precision of products as a run does."""
     torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
-    if run.compute.compile:
-        torch.compiler.reset()  # after 8 networks torch would run the others uncompiled
     task = build_task(run).to(batch.images.device)
     if run.compute.channels_last:
         task.to(memory_format=torch.channels_last)

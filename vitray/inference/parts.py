@@ -81,9 +81,10 @@ def arrays_of(options: Options, spec: NetworkSpec, values: "Mapping[str, Tensor]
     """Return the values of each column for the usable images, one after another."""
     arrays = {}
     if spec.num_classes is not None and options.top_k:
-        # As in every answer, of equal probabilities, such as sigmoids of large logits, the lower class is first.
-        sorted_BK = probabilities_of(values["logits"], spec.probability).sort(dim=-1, descending=True, stable=True)
-        classes_BT, probabilities_BT = (each[:, : options.top_k] for each in (sorted_BK.indices, sorted_BK.values))
+        logits_BK = values["logits"]
+        # Sorted by logits, as large ones have equal sigmoids; stable: of equal logits the lower class is first.
+        classes_BT = logits_BK.sort(dim=-1, descending=True, stable=True).indices[:, : options.top_k]
+        probabilities_BT = probabilities_of(logits_BK, spec.probability).gather(1, classes_BT)
         names = spec.classes or [str(number) for number in range(spec.num_classes)]
         arrays["classes"] = pa.array([names[number] for number in classes_BT.flatten().tolist()], pa.string())
         arrays["probabilities"] = pa.array(probabilities_BT.flatten().numpy())

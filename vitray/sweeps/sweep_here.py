@@ -129,7 +129,7 @@ def _train(plan: SweepPlan, store: TrialStore, parent: str, name: str) -> None:
             raise
         except Exception as error:  # as of a network that does not fit: the other trials go on
             traceback.print_exc()
-            raise RunError(f"{type(error).__name__}: {one_line(error)}") from None
+            raise RunError(one_line(error)) from None
 
     def decide(record: TrialRecord) -> bool:
         with suppress(ConfigError):  # unreachable storage costs a restart this score, not the trial
