@@ -147,6 +147,7 @@ def test_the_pictures_are_small_and_shown():
 # As of test_walkthrough: fewer images and steps, one worker. The run `long` is stopped while it trains.
 LONG = {"optim.duration": "400 steps", "evaluate.every": "100 steps", "checkpoint.every": "100 steps"}
 TEXTS = {"range(2000)": "range(800)", "epoch 1/4": " step "}
+TEXTS |= {"train demo_self_distillation ": 'train demo_self_distillation "task.freeze_prototypes=0 steps" '}
 TEXTS |= {"few100=0.0016667": "few100=0.2", "few1000=0.016667": "few1000=0.2", "dev=0.05": "dev=0.2"}
 RAY_PORTS = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
 
