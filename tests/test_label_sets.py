@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vitray.errors import ConfigError
-from vitray.metrics.label_sets import read_label_set, score_label_set
+from vitray.metrics.label_sets import _literals, read_label_set, score_label_set
 
 WORDNET = [f"n{10_000_000 + 7 * index:08d}" for index in range(1000)]
 SHUFFLED = [WORDNET[index] for index in np.random.default_rng(0).permutation(1000)]
@@ -177,6 +177,11 @@ def test_maps_of_objectnet_that_do_not_fit_are_refused_by_name(tmp_path):
         objectnet(tmp_path, {"Egg": "thing 3, item"}),
     )
     refused("are not those of the lines", "objectnet", objectnet(tmp_path, lines=["a", "b"]))
+
+
+def test_a_folder_in_place_of_an_authors_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="a folder, pipe or device; expected the file that its authors publish"):
+        _literals(tmp_path)
 
 
 def test_bad_images_are_refused_by_name(tmp_path):

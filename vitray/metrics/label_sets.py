@@ -227,8 +227,9 @@ def _folders(path: Path) -> list[str]:
 
 def _literals(path: Path) -> dict[str, Any]:
     """Return the classes that an authors' eval.py assigns, without running it."""
+    text = _read(path)
     try:
-        tree = ast.parse(_read(path))
+        tree = ast.parse(text)
     except SyntaxError as error:
         raise ConfigError(f"{path}: line {error.lineno} is not Python; expected the authors' eval.py") from error
     except (RecursionError, MemoryError, ValueError):

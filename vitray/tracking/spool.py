@@ -75,7 +75,7 @@ class Spool:
         return str(path)
 
     def stored(self, name: str) -> Path | None:
-        """Return the stored file of this path in the folder; None for one outside, which no record of ours names."""
+        """Return the path of a stored file; None for one outside the folder of stored files."""
         path = (self.folder / name).resolve()
         return path if path.is_relative_to((self.folder / ARTIFACTS).resolve()) else None
 
