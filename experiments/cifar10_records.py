@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from cifar10_rates import check_settings
-from cifar10_texts import THINGS
+from cifar10_texts import SWEEPS
 
 import tune_spaces
 from vitray.runs.run_dir import OUTCOME
@@ -22,16 +22,15 @@ COSTS = ("device_seconds", "model_bytes", "peak_memory_bytes", "images_per_secon
 def collect(sweeps: str, known: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
     """Return the known records, updated with those of the sweeps and label probes in SWEEPS."""
     records = {key: rows.copy() for key, rows in known.items()}
-    for thing in THINGS:
-        for name, overrides in ((thing.space, thing.overrides), (f"{thing.space}_rates", thing.rate_overrides)):
-            sweep_dir = storage.join(sweeps, name)
-            if storage.exists(storage.join(sweep_dir, SWEEP_META)):
-                check_settings(sweep_dir, thing.recipe, overrides)
-                trials = [{"sweep": name} | row for row in trial_rows(sweep_dir)]
-                if any(row not in records["trials"] for row in trials):
-                    records["machines"][name] = machine_facts()
-                records["trials"] = merged(records["trials"], trials, "trial")
-                records["stages"] = merged(records["stages"], stage_rows(sweep_dir, name), "stage")
+    for name, recipe, overrides in SWEEPS:
+        sweep_dir = storage.join(sweeps, name)
+        if storage.exists(storage.join(sweep_dir, SWEEP_META)):
+            check_settings(sweep_dir, recipe, overrides)
+            trials = [{"sweep": name} | row for row in trial_rows(sweep_dir)]
+            if any(row not in records["trials"] for row in trials):
+                records["machines"][name] = machine_facts()
+            records["trials"] = merged(records["trials"], trials, "trial")
+            records["stages"] = merged(records["stages"], stage_rows(sweep_dir, name), "stage")
     path = storage.join(sweeps, "labels", "results.json")
     if storage.exists(path):
         records["labels"] = []
@@ -69,8 +68,8 @@ def trial_rows(sweep_dir: str) -> Iterator[dict[str, Any]]:
             yield {
                 "trial": name,
                 "drawn": {key: value for key, value in entry.point.drawn.items() if key != "rate"},
-                "rate": entry.point.settings["optim.lr"],
-                "top1": outcome["val_top1"],
+                "rate": entry.point.settings.get("optim.lr"),
+                "top1": outcome.get("val_top1"),
                 "steps": outcome["steps"],
                 "wall_seconds": times and round(times, 1),
                 "curve": outcome["curves"].get("val/top1", []),

@@ -97,6 +97,17 @@ THINGS = (
     ),
 )
 
+LONG = ("optim.duration=30 epochs", "evaluate.every=5 epochs", "checkpoint.every=5 epochs")
+SWEEPS = (
+    *((thing.space, thing.recipe, thing.overrides) for thing in THINGS),
+    *((f"{thing.space}_rates", thing.recipe, thing.rate_overrides) for thing in THINGS),
+    ("cifar10_ideas", "cifar10_speedrun", (DEVELOPMENT,)),
+    ("cifar10_long_ideas", "cifar10_speedrun", (*LONG, DEVELOPMENT)),
+    ("cifar10_views", "cifar10_lejepa", ()),
+    ("cifar10_views_tuned", "cifar10_speedrun", ()),
+)
+"""The sweeps whose trials are recorded: space, recipe and overrides."""
+
 COMMANDS = "Each trains the first seed of a cell. Those with weights in `sweeps/` need the stages of their sweep there."
 HOURS = "<!-- not run: trains for hours -->\n```"
 """The beginning of a block."""

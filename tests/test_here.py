@@ -277,7 +277,6 @@ def test_a_breakpoint_stops_in_the_step(place, tmp_path):
         (["compute.workers=1..2"], {}, r"compute.workers: got 1..2 with --here, expected a number"),
         ([], {"RAY_ADDRESS": "127.0.0.1:6379"}, r"--here: RAY_ADDRESS is 127.0.0.1:6379; expected one of the two"),
         (["compute.device=gpu"], {}, r"compute.device: got gpu, expected cpu or auto: torch finds no GPU"),
-        (["data.cache=decoded"], {}, r"data.cache: got decoded with --here, expected none"),
         (["evaluate.where=gpu"], {}, r"evaluate.where: got gpu with --here on CPUs"),
         (
             ["compute.workers=2", "evaluate.where=cpu"],
@@ -297,7 +296,7 @@ def test_what_only_ray_can_do_is_refused_at_once(tmp_path, monkeypatch, settings
     assert not [each for each in psutil.Process().children() if "vitray.system" in " ".join(each.cmdline())]
 
 
-@pytest.mark.parametrize("setting", ["compute.workers=2", "data.cache=decoded"])
+@pytest.mark.parametrize("setting", ["compute.workers=2", "evaluate.where=gpu"])
 def test_a_dry_run_refuses_it_too(tmp_path, capsys, setting):
     args = ["demo", "data.url=nowhere", setting, "--here", "--dry-run", "--out", str(tmp_path)]
     assert run_verb(pipelines.train.main, args) == 2

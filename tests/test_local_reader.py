@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -13,9 +14,11 @@ from test_layers import ROOT
 from test_stream import broken, jpeg, train_stream, write
 
 from vitray.config.augmentation import Augment, CenterCrop
+from vitray.data.augment.decode import decode_image
 from vitray.data.decode_processes import DecodeProcesses
 from vitray.data.stream.batches import Share, StreamSpec
-from vitray.data.stream.decoding import decode_positions
+from vitray.data.stream.decoder import DecodeThread
+from vitray.data.stream.decoding import decode_positions, decoded_bytes
 from vitray.data.stream.epoch_order import positions_of
 from vitray.data.stream.local_reader import LocalReader
 from vitray.data.stream.stream import Stream
@@ -53,6 +56,8 @@ def expected(stream: Stream, step: int, rank: int, workers: int):
         ({}, 3),
         ({"batch": 50}, 2),
         ({"repeats": 3}, 2),
+        ({"cache": "decoded"}, 1),
+        ({"cache": "decoded", "repeats": 3}, 2),
         ({"crop": Augment.model_validate({"policy": "randaugment", "on": "device"})}, 1),
         ({"row_mask": np.arange(2500) % 3 != 0}, 1),
         ({"row_mask": np.arange(2500) % 3 != 0, "balance": {"a": 4.0, "c": 0.3}}, 3),
@@ -84,6 +89,41 @@ def test_an_evaluation_has_each_image_once_in_order_without_corrupt_ones(tmp_pat
         rows.append(sorted(np.concatenate([batch.rows for batches in each for batch in batches]).tolist()))
     assert rows == [[row for row in range(300) if row not in (7, 130)]] * 2
     assert len(stream.corrupt) == 2
+
+
+def test_pixels_are_kept_for_all_epochs_and_streams(tmp_path, monkeypatch):
+    """The second epoch and an evaluation decode no image again."""
+    dataset, thread = broken(tmp_path), DecodeThread()  # of 300 images, two corrupt ones
+    evaluated = StreamSpec("train", 30, (16, 16), CenterCrop(), max_corrupt=0.01, cache="decoded")
+    specs = [*(train_stream(dataset, batch=30, max_corrupt=0.01, cache=each).spec for each in ("decoded", "none"))]
+    kept, plain, evaluation = (
+        Stream(dataset, spec, lambda own: LocalReader(own, thread)) for spec in (*specs, evaluated)
+    )
+    decoded = []
+
+    def counted(content):
+        decoded.append(image := decode_image(content))
+        return image
+
+    monkeypatch.setattr("vitray.data.stream.decoder.decode_image", counted)
+    monkeypatch.setattr("vitray.data.stream.decoding.decode_image", counted)
+    batches = list(kept.train(0, 2 * kept.steps, Share(0, 1)))
+    assert len(list(evaluation.evaluate(Share(0, 1)))) == 10
+    assert len(decoded) == 298
+    for batch, wanted in zip(batches, plain.train(0, 2 * plain.steps, Share(0, 1)), strict=True):
+        assert np.array_equal(batch.images, wanted.images)
+        assert np.array_equal(batch.rows, wanted.rows)
+    thread.close()
+
+
+def test_pixels_beyond_half_of_the_free_memory_are_refused(dataset, processes, monkeypatch):
+    memory = SimpleNamespace(available=7 * 2**20)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    kept = train_stream(dataset, cache="decoded")
+    assert decoded_bytes(kept.rows) == sum(decode_image(jpeg(index)).size for index in range(2500))
+    message = r"'train' decodes to \d+ MiB, expected at most 0.5 of this machine's free memory of 7 MiB; set"
+    with pytest.raises(ConfigError, match=message):
+        local(kept, processes)
 
 
 def test_an_error_of_a_process_is_the_stream_s_own(tmp_path, processes):

@@ -723,6 +723,7 @@ def test_a_header_has_purpose_and_source(path):
         ("folds", 5), ("positions", 8), ("demo_positions", 10), ("finetune_mode", 15),
         ("cifar10_depth_x_branches", 20), ("cifar10_depth_x_branches_rates", 16), ("cifar10_finetune_mode", 30),
         ("cifar10_finetune_mode_rates", 25), ("cifar10_stems", 36), ("cifar10_stems_rates", 46), ("few_labels", 15),
+        ("cifar10_ideas", 15), ("cifar10_long_ideas", 5), ("cifar10_views", 8), ("cifar10_views_tuned", 14),
     ],
 )  # fmt: skip
 def test_spaces_have_the_points_of_the_papers_figures(name, points):
@@ -735,10 +736,10 @@ def test_spaces_have_the_points_of_the_papers_figures(name, points):
         assert expected <= set(point_names(space))
 
 
-CIFAR_SPACES = [name for name in tune_spaces.names() if name.startswith("cifar10") and not name.endswith("_rates")]
+WITH_RATES = [name for name in tune_spaces.names() if f"{name}_rates" in tune_spaces.names()]
 
 
-@pytest.mark.parametrize("name", CIFAR_SPACES)
+@pytest.mark.parametrize("name", WITH_RATES)
 def test_each_cell_of_cifar_has_a_rate_that_was_tried_on_the_development_part(name):
     tried, final = (read_space(tune_spaces.path_of(each)) for each in (f"{name}_rates", name))
 

@@ -69,7 +69,6 @@ def test_processes_share_the_trials(folder, capsys):
     assert (outcome.trials, outcome.finished, outcome.failed, outcome.best) == (2, 1, 1, "lr=0.01")
     told = capsys.readouterr().err
     assert "lr=0.01 is finished: val/top1 " in told
-    assert "data.cache" not in told  # an advice that holds on Ray
     sweep = vitray.open_sweep("rates", folder / "sweeps")
     assert sweep.trials["state"].tolist() == ["finished", "failed"]
     assert Path(sweep.report).is_file()
@@ -132,12 +131,12 @@ def test_no_trial_starts_after_the_budget_is_spent(folder):
 
 
 def test_what_each_trial_would_refuse_is_refused_before_them(folder, capsys):
-    with pytest.raises(ConfigError, match=r"data[.]cache: got decoded with --here, expected none"):
-        swept(folder, name="refused", **{"data.cache": "decoded"})
+    with pytest.raises(ConfigError, match=r"evaluate[.]where: got gpu with --here on CPUs"):
+        swept(folder, name="refused", **{"evaluate.where": "gpu"})
     assert not (folder / "sweeps" / "refused" / "points.json").exists()
-    arguments = [str(folder / "tiny.yaml"), str(folder / "space.yaml"), "data.cache=decoded", "--here", "--dry-run"]
+    arguments = [str(folder / "tiny.yaml"), str(folder / "space.yaml"), "evaluate.where=gpu", "--here", "--dry-run"]
     assert main(["sweep", *arguments]) == 2
-    assert "data.cache: got decoded with --here" in capsys.readouterr().err
+    assert "evaluate.where: got gpu with --here" in capsys.readouterr().err
 
 
 def test_a_trial_of_several_processes_is_refused(folder):

@@ -42,6 +42,13 @@ def test_the_remedy_is_the_largest_that_is_left(changes, has_gpu, remedy):
     assert best_remedy(load_run().replace(changes).data, has_gpu).startswith(remedy)
 
 
+def test_the_remedy_without_ray_is_of_this_machine():
+    data = load_run().data
+    assert best_remedy(data, has_gpu=False, is_here=True).endswith("if the pixels fit into memory")
+    kept = load_run().replace({"data.cache": "decoded"}).data
+    assert best_remedy(kept, has_gpu=False, is_here=True).startswith("train on Ray, which decodes on all CPUs")
+
+
 def test_a_run_notes_the_warning_at_its_first_large_share_after_a_start():
     notes = []
     logger = SimpleNamespace(

@@ -95,7 +95,8 @@ class Data(Section):
     max_corrupt: Fraction = 0.001
     """Fraction of a split's images that may be corrupt before the run stops."""
     cache: Literal["none", "decoded"] = "none"
-    """decoded: keep decoded pixels in Ray's object store until the cluster ends, for all epochs and runs."""
+    """decoded: keep decoded pixels for all epochs: in Ray's object store until the cluster ends, for all runs; with
+    --here in the processes that decode."""
 
     @model_validator(mode="after")
     def _cache_has_all_pixels(self) -> Self:

@@ -74,7 +74,7 @@ class LocalHost:
         return self._given[name]
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        return Stream(self._resolved.dataset, spec, lambda stream: LocalReader(stream, self._decoders))
+        return Stream(self._resolved.dataset, spec, lambda stream: LocalReader(stream, self._decoders, self.workers))
 
     def check_owner(self) -> None:
         check_owner(self._run_dir, self._owner)

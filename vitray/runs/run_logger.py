@@ -118,11 +118,10 @@ def best_remedy(data: Data, has_gpu: bool, is_here: bool = False) -> str:
     is_costly = augment.policy.kind != "none" or augment.jitter > 0
     if has_gpu and is_costly and augment.resolved(has_gpu).on == "tasks":
         return "set data.augment.on=device"
-    if is_here:
-        return "train on Ray, which decodes on all CPUs of a cluster and can keep decoded pixels"
     if data.cache == "none":
-        return "set data.cache=decoded, if the pixels fit into Ray's object store"
-    return "add CPUs to the cluster"
+        place = "memory" if is_here else "Ray's object store"
+        return f"set data.cache=decoded, if the pixels fit into {place}"
+    return "train on Ray, which decodes on all CPUs of a cluster" if is_here else "add CPUs to the cluster"
 
 
 class Inbox(Protocol):

@@ -138,10 +138,6 @@ def check_settings(run: Run, place: Place) -> torch.device:
         raise ConfigError(
             f"compute.workers: got {wanted[0]} with --here in {processes}, expected {workers}, or {other}"
         )
-    if run.data.cache != "none":
-        raise ConfigError(
-            f"data.cache: got {run.data.cache} with --here, expected none: the pixels would be in Ray's object store"
-        )
     if workers > 1 and run.data.evaluated and run.evaluate.where != "workers":
         raise ConfigError(
             f"evaluate.where: got {run.evaluate.where} with --here in {workers} processes, expected workers: the others"

@@ -6,21 +6,25 @@ Worth it where training waits for decoding and the pixels fit: they take several
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import ray
 from ray.exceptions import RayError
 
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.shards.manifest import Dataset
-from vitray.data.stream.decoding import DecodedBlock, DecodedRows, SplitRows, locate_rows, open_shard, read_rows
-from vitray.errors import ConfigError
+from vitray.data.stream.decoding import (
+    DecodedBlock,
+    DecodedRows,
+    SplitRows,
+    decoded_bytes,
+    locate_rows,
+    pixels_error,
+    read_rows,
+)
 
 # Small: a task reads rows of many blocks, and fetches each of them whole on another node.
 BLOCK_BYTES = 16 * 2**20
 # The largest share of the object store for the pixels of a split; Ray Data's own blocks use the other half.
 SHARE_OF_STORE = 0.5
-# Rows decoded for an estimate, where the shards do not record the size of their images.
-SAMPLE = 64
 NAMESPACE = "vitray"
 
 
@@ -50,15 +54,12 @@ def decoded_split(dataset: Dataset, split: str) -> DecodedRows:
     try:
         owner: Any = ray.get_actor(_actor_name(dataset, split), NAMESPACE)
     except ValueError:  # not decoded yet
-        decoded_bytes = _decoded_bytes(rows)
+        size = decoded_bytes(rows)
         store = int(ray.cluster_resources()["object_store_memory"])
-        if decoded_bytes > SHARE_OF_STORE * store:
-            raise ConfigError(
-                f"{dataset.url}: cache: decoded: split {split!r} decodes to {_mib(decoded_bytes)}, expected at most"
-                f" {SHARE_OF_STORE:g} of the cluster's object store of {_mib(store)}; set cache: none, or start Ray"
-                " with more object store memory"
-            ) from None
-        per_block = max(1, BLOCK_BYTES * int(rows.starts[-1]) // decoded_bytes)
+        if size > SHARE_OF_STORE * store:
+            most, remedy = f"{SHARE_OF_STORE:g} of the cluster's object store", ", or start Ray with more of it"
+            raise pixels_error(dataset, split, size, most, store, remedy) from None
+        per_block = max(1, BLOCK_BYTES * int(rows.starts[-1]) // size)
         # Another worker may have started the actor meanwhile.
         options: dict[str, Any] = {"name": _actor_name(dataset, split), "namespace": NAMESPACE, "get_if_exists": True}
         # By default it would join the placement group of a sweep's trial, which has no CPU left for decoding.
@@ -83,30 +84,6 @@ def forget_decoded(dataset: Dataset, split: str) -> None:
 
 def _actor_name(dataset: Dataset, split: str) -> str:
     return f"decoded {split} of {dataset.identity}, format 3"  # of DecodedBlock: it outlives a version of vitray
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB"
-
-
-def _decoded_bytes(rows: SplitRows) -> int:
-    """Return the bytes of a split's pixels, estimated from a sample where files were indexed in place."""
-    pixels = [_pixels(open_shard(rows, shard)) for shard in range(len(rows.addresses))]
-    if None not in pixels:
-        return 3 * sum(int(count) for count in pixels if count) or 1
-    images = int(rows.starts[-1])
-    sample = np.unique(np.linspace(0, images - 1, min(SAMPLE, images)).astype(np.int64))
-    sizes = [_decode(content).size for content, _, _ in read_rows(sample, rows).values()]
-    return sum(sizes) * images // len(sizes) or 1
-
-
-def _pixels(shard: pq.ParquetFile) -> int | None:
-    names = ["width", "height"]
-    if not {*names} <= {*shard.schema_arrow.names}:
-        return None
-    table = shard.read(columns=names)
-    width, height = (table.column(name).to_numpy().astype(np.int64) for name in names)
-    return int((width * height).sum())
 
 
 def _decode(content: bytes) -> np.ndarray:

@@ -1,14 +1,27 @@
-"""What a process of `LocalReader` does: it decodes positions of streams, and remembers row groups it has read."""
+"""What a process of `LocalReader` does: it decodes positions of streams, and remembers row groups it has read.
+
+With `data.cache: decoded` it remembers pixels in place of files.
+"""
 
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
-from vitray.data.stream.decoding import EncodedRows, Images, SplitRows, ViewSettings, decode_positions, read_rows
+from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.data.stream.decoding import (
+    Images,
+    Label,
+    SplitRows,
+    StoredRows,
+    ViewSettings,
+    decode_positions,
+    read_rows,
+)
 from vitray.data.stream.epoch_order import EpochOrder
 
 # Bytes of encoded images that a process remembers: a region of 2048 large photographs.
@@ -23,6 +36,8 @@ class Source(NamedTuple):
     rows: SplitRows
     order: EpochOrder
     view: ViewSettings
+    pixel_memory: int = 0
+    """Bytes that a process may remember if it keeps pixels; 0: it keeps files."""
 
 
 class DecodeThread:
@@ -53,7 +68,9 @@ class Decoder:
 
     def __init__(self) -> None:
         self._sources: OrderedDict[int, Source] = OrderedDict()
-        self._groups: OrderedDict[tuple[int, int], EncodedRows] = OrderedDict()
+        # By the file of a row group, its number there, and its first row in the split: streams of a split share them.
+        self._groups: OrderedDict[tuple[str, int, int], dict[int, tuple[bytes | np.ndarray, Label, str]]]
+        self._groups = OrderedDict()
         self._bytes = 0
 
     def decode(self, number: int, source: Source | None, epoch: int, positions: np.ndarray) -> Images:
@@ -63,32 +80,41 @@ class Decoder:
         self._sources.move_to_end(number)
         if len(self._sources) > STREAMS:
             self._sources.popitem(last=False)
-        rows, order, view = self._sources[number]
-        if order.shuffle is not None and order.shuffle[2] != epoch:
-            order = replace(order, shuffle=(*order.shuffle[:2], epoch))
-            self._sources[number] = Source(rows, order, view)
+        source = self._sources[number]
+        if source.order.shuffle is not None and source.order.shuffle[2] != epoch:
+            source = source._replace(order=replace(source.order, shuffle=(*source.order.shuffle[:2], epoch)))
+            self._sources[number] = source
 
-        def fetch(numbers: np.ndarray, _: SplitRows) -> EncodedRows:
-            return self._fetch(number, rows, numbers)
+        def fetch(numbers: np.ndarray, rows: SplitRows) -> StoredRows:
+            return self._fetch(rows, numbers, source.pixel_memory)
 
-        [images] = decode_positions([positions], rows, order, view._replace(epoch=epoch), fetch)
+        view = source.view._replace(epoch=epoch)
+        [images] = decode_positions([positions], source.rows, source.order, view, fetch)
         return images
 
-    def _fetch(self, number: int, rows: SplitRows, numbers: np.ndarray) -> EncodedRows:
+    def _fetch(self, rows: SplitRows, numbers: np.ndarray, pixel_memory: int) -> StoredRows:
         """Return some rows; whole row groups are read, and remembered."""
         groups = np.searchsorted(rows.starts, numbers, side="right") - 1
-        found: EncodedRows = {}
+        found: dict[int, tuple[bytes | np.ndarray, Label, str]] = {}
         for group in np.unique(groups).tolist():
-            if (number, group) in self._groups:
-                self._groups.move_to_end((number, group))
-            else:
-                start, stop = rows.starts[group : group + 2].tolist()
-                whole = read_rows(np.arange(start, stop), rows)
-                self._groups[number, group] = whole
-                self._bytes += sum(len(content) for content, _, _ in whole.values())
-            whole = self._groups[number, group]
-            found |= {row: whole[row] for row in numbers[groups == group].tolist()}
-        while self._bytes > REMEMBERED and len(self._groups) > 1:
+            start, stop = rows.starts[group : group + 2].tolist()
+            address = rows.addresses[rows.shard_of_group[group]], int(rows.group_in_shard[group]), start
+            if address not in self._groups:
+                self._groups[address] = {**read_rows(np.arange(start, stop), rows)}
+                self._bytes += _size(self._groups[address])
+            self._groups.move_to_end(address)
+            whole = self._groups[address]
+            for row in numbers[groups == group].tolist():
+                if pixel_memory and isinstance(content := whole[row][0], bytes):
+                    with suppress(UndecodableImage):  # another image replaces it
+                        whole[row] = (pixels := decode_image(content), *whole[row][1:])
+                        self._bytes += pixels.nbytes - len(content)
+                found[row] = whole[row]
+        while self._bytes > (pixel_memory or REMEMBERED) and len(self._groups) > 1:
             _, oldest = self._groups.popitem(last=False)
-            self._bytes -= sum(len(content) for content, _, _ in oldest.values())
+            self._bytes -= _size(oldest)
         return found
+
+
+def _size(rows: StoredRows) -> int:
+    return sum(content.nbytes if isinstance(content, np.ndarray) else len(content) for content, _, _ in rows.values())

@@ -40,6 +40,9 @@ REMOTE_SHARDS = 2048
 # execution without a block for five minutes, and a slow disk may need longer for all shards of a task.
 CHECK_SECONDS = 60.0
 
+# Rows decoded for an estimate, where the shards do not record the size of their images.
+SAMPLE = 64
+
 # Columns of decoded images: image (BHWC), label (the states of all classes, BK, in a split with several labels an
 # image), row of the split, position in the epoch, and the row that was corrupt;
 # with `data.augment.on: device` also the draws (flip, operation, amount). Of several views, image and draws have a
@@ -351,6 +354,38 @@ def _check_labels(rows: SplitRows, table: pa.Table) -> np.ndarray:
     if not rows.has_lists:
         return np.array(labels, np.int64)
     return label_states(zip(labels, unknown[0] if unknown else [()] * len(labels), strict=True), rows.classes)
+
+
+def decoded_bytes(rows: SplitRows) -> int:
+    """Return the bytes of a split's pixels, estimated from a sample where files were indexed in place."""
+    pixels = [_pixels(open_shard(rows, shard)) for shard in range(len(rows.addresses))]
+    if None not in pixels:
+        return 3 * sum(int(count) for count in pixels if count) or 1
+    images = int(rows.starts[-1])
+    sample = np.unique(np.linspace(0, images - 1, min(SAMPLE, images)).astype(np.int64))
+    total = 0
+    for content, _, _ in read_rows(sample, rows).values():
+        with suppress(UndecodableImage):
+            total += decode_image(content).size
+    return total * images // len(sample) or 1
+
+
+def _pixels(shard: pq.ParquetFile) -> int | None:
+    names = ["width", "height"]
+    if not {*names} <= {*shard.schema_arrow.names}:
+        return None
+    table = shard.read(columns=names)
+    width, height = (table.column(name).to_numpy().astype(np.int64) for name in names)
+    return int((width * height).sum())
+
+
+def pixels_error(dataset: Dataset, split: str, size: int, most: str, memory: int, remedy: str = "") -> ConfigError:
+    """Return the refusal of `data.cache: decoded` for pixels that do not fit."""
+    needed, there = (f"{each / 2**20:,.0f} MiB" for each in (size, memory))
+    return ConfigError(
+        f"{dataset.url}: cache: decoded: split {split!r} decodes to {needed}, expected at most {most} of {there}; set"
+        f" data.cache=none{remedy}"
+    )
 
 
 def open_shard(rows: SplitRows, shard: int) -> pq.ParquetFile:

@@ -9,11 +9,12 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 
 import numpy as np
+import psutil
 
 from vitray.data.decode_processes import DecodeProcesses
 from vitray.data.stream.batches import Share
 from vitray.data.stream.decoder import DecodeThread, Source
-from vitray.data.stream.decoding import Images, joined
+from vitray.data.stream.decoding import Images, decoded_bytes, joined, pixels_error
 from vitray.data.stream.epoch_order import LANES, lanes_of, positions_of
 from vitray.data.stream.stream import Stream
 
@@ -21,13 +22,23 @@ from vitray.data.stream.stream import Stream
 WINDOW = 256
 # Windows in work ahead of the one that is taken.
 AHEAD = 2
+# The largest share of the free memory for the pixels of a split.
+SHARE_OF_MEMORY = 0.5
 
 
 class LocalReader:
     """One stream read by processes of this machine; `stream.Reader` says what its methods do."""
 
-    def __init__(self, stream: Stream, processes: DecodeProcesses | DecodeThread) -> None:
+    def __init__(self, stream: Stream, processes: DecodeProcesses | DecodeThread, workers: int = 1) -> None:
+        """Each of some workers has processes, which keep the pixels of all images in time if they keep any."""
         self._stream, self._processes = stream, processes
+        self._pixel_memory = 0
+        if stream.spec.cache == "decoded":
+            size, free = workers * decoded_bytes(stream.rows), psutil.virtual_memory().available
+            if size > SHARE_OF_MEMORY * free:
+                most = f"{SHARE_OF_MEMORY:g} of this machine's free memory"
+                raise pixels_error(stream.dataset, stream.spec.split, size, most, free)
+            self._pixel_memory = int(SHARE_OF_MEMORY * free)
 
     def train(self, steps: range, share: Share) -> Generator[Images, None, None]:
         stream, batch = self._stream, self._stream.spec.batch
@@ -42,7 +53,7 @@ class LocalReader:
                 yield epoch, list(each)
                 at, length = at + number, max(1, min(2 * length, WINDOW // own))
 
-        source = Source(stream.rows, stream.order(0), stream.view(0))
+        source = Source(stream.rows, stream.order(0), stream.view(0), self._pixel_memory)
         yield from self._decoded(windows(), source, by_lanes=True)
 
     def evaluate(self, share: Share) -> Generator[Images, None, None]:
@@ -55,7 +66,7 @@ class LocalReader:
                 positions = [positions_of(step, batch, share.rank, share.workers) for step in planned]
                 yield 0, [each[each < stream.images] for each in positions]
 
-        source = Source(stream.rows, stream.order(None), stream.view(0))
+        source = Source(stream.rows, stream.order(None), stream.view(0), self._pixel_memory)
         yield from self._decoded(windows(), source, by_lanes=False)
 
     def _decoded(
