@@ -2,19 +2,15 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 from cifar10_texts import Thing
 from scipy import stats
-from scipy.optimize import brentq
 
-from vitray.metrics.groups import GroupDifference, Pooled, difference_of, pool, tukey
+from vitray.metrics.groups import GroupDifference, Pooled, dunnett, pool, tukey
 from vitray.metrics.intervals import LEVEL
 
 NOT_MEASURED = "not measured"
-# Points of a numerical integral, whose error is then about 2e-4.
-POINTS = 50_000
 Scores = Mapping[str, Mapping[int, float]]
 """{cell: {seed: score}}"""
 
@@ -57,29 +53,6 @@ def differences(thing: Thing, pairs: Sequence[tuple[str, str]], scores: Scores) 
     elif pooled is not None and thing.control in pooled.groups:
         found = {(label, thing.control): each for label, each in dunnett(pooled, thing.control).items()}
     return [Difference(*pair, found.get(pair)) for pair in pairs]
-
-
-def dunnett(pooled: Pooled, control: str) -> dict[str, GroupDifference]:
-    """Return {group: its difference from the control}, which hold for all groups, by Dunnett's test."""
-    others = [name for name in pooled.groups if name != control]
-    places, at = [pooled.groups.index(name) for name in others], pooled.groups.index(control)
-    contrasts = np.zeros((len(others), len(pooled.groups)))
-    contrasts[range(len(others)), places] = 1
-    contrasts[:, at] = -1
-    factors = contrasts @ pooled.factors @ contrasts.T
-    correlation = factors / np.sqrt(np.outer(factors.diagonal(), factors.diagonal()))
-
-    def exceeds(t: float) -> float:
-        """Return the probability that some contrast is beyond t where no group differs."""
-        bounds = np.full(len(others), t)
-        within = law.cdf(
-            bounds, shape=correlation, df=pooled.freedom, lower_limit=-bounds, maxpts=POINTS, random_state=0
-        )
-        return 1 - float(within)
-
-    law: Any = stats.multivariate_t
-    reach: Any = brentq(lambda t: exceeds(t) - (1 - LEVEL), 0.1, 1e4, xtol=1e-6)
-    return {name: difference_of(*pooled.difference(name, control), reach, exceeds) for name in others}
 
 
 def contrast(pooled: Pooled | None, weights: Mapping[str, float]) -> Interval | None:

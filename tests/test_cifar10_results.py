@@ -5,10 +5,8 @@ import re
 import shlex
 import sys
 
-import numpy as np
 import pytest
 from scipy import stats
-from test_groups import NAMES, drawn, samples
 from test_layers import ROOT
 from test_space import sweeps
 
@@ -16,13 +14,12 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import cifar10_pictures
 import cifar10_rates
 import cifar10_results
-from cifar10_differences import contrast, dunnett, pooled_cells
+from cifar10_differences import contrast, pooled_cells
 from cifar10_texts import THINGS, Thing
 
 import tune_spaces
 from pipelines import recipes
 from vitray.config import load_run
-from vitray.metrics.groups import pool
 from vitray.runs.run_dir import OUTCOME
 from vitray.sweeps.plan import SWEEP_META
 from vitray.sweeps.space import grid_points, name_of, read_space
@@ -127,21 +124,6 @@ def test_cells_that_start_from_the_same_networks_are_compared_with_their_control
     assert row_of(page, "| attn − full ").startswith(f"| attn − full | +1.02 | {100 * bounds.low:+.2f} to ")
     assert row_of(page, "| attn − full ").endswith("| <0.001 | attn is higher |")
     assert "full < attn" in row_of(page, f"| {MODES.title} ")
-
-
-@pytest.mark.parametrize("counts", [(5, 5), (5, 5, 5, 5), (3, 6, 4)])
-def test_dunnetts_differences_are_those_of_scipy(counts):
-    scores = drawn(np.random.default_rng(len(counts)), counts, np.arange(len(counts)))
-    control, *others = samples(scores)
-    theirs = stats.dunnett(*others, control=control, rng=np.random.default_rng(1))
-    bounds = theirs.confidence_interval()
-    pooled = pool(scores, by_seed=False)
-    assert pooled is not None
-    for place, own in enumerate(dunnett(pooled, "a").values()):
-        mean, error = pooled.difference(NAMES[place + 1], "a")
-        assert (own.mean, own.mean / error) == pytest.approx((mean, theirs.statistic[place]))
-        assert own.p == pytest.approx(theirs.pvalue[place], abs=2e-3)
-        assert (own.low, own.high) == pytest.approx((bounds.low[place], bounds.high[place]), abs=0.02)
 
 
 def test_differences_that_chance_explains_cannot_be_told_apart(tmp_path):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitray.metrics.groups import overlap_of_folds, pool, scatter_p, seeds_to_tell, tukey
+from vitray.metrics.groups import dunnett, overlap_of_folds, pool, scatter_p, seeds_to_tell, tukey
 
 NAMES = "abcdef"
 
@@ -39,6 +39,21 @@ def test_tukeys_differences_are_those_of_scipy(counts, seed):
         assert own.mean == pytest.approx(theirs.statistic[a, b])
         assert own.p == pytest.approx(theirs.pvalue[a, b], abs=1e-9)
         assert (own.low, own.high) == pytest.approx((bounds.low[a, b], bounds.high[a, b]), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("counts", [(5, 5), (5, 5, 5, 5), (3, 6, 4)])
+def test_dunnetts_differences_are_those_of_scipy(counts):
+    scores = drawn(np.random.default_rng(len(counts)), counts, np.arange(len(counts)))
+    control, *others = samples(scores)
+    theirs = stats.dunnett(*others, control=control, rng=np.random.default_rng(1))
+    bounds = theirs.confidence_interval()
+    pooled = pool(scores, by_seed=False)
+    assert pooled is not None
+    for place, own in enumerate(dunnett(pooled, "a").values()):
+        mean, error = pooled.difference(NAMES[place + 1], "a")
+        assert (own.mean, own.mean / error) == pytest.approx((mean, theirs.statistic[place]))
+        assert own.p == pytest.approx(theirs.pvalue[place], abs=2e-3)
+        assert (own.low, own.high) == pytest.approx((bounds.low[place], bounds.high[place]), abs=0.02)
 
 
 def test_two_groups_with_effects_of_seeds_are_a_paired_test():
@@ -170,5 +185,7 @@ def test_the_named_number_of_seeds_tells_a_difference(by_seed):
         least = least or reach(pooled)
         found += np.divide(*pooled.difference("c", "a")) > least
     assert 0.75 < found / 1000 < 0.87
+    # Two differences instead of three.
+    assert 2 <= (seeds_to_tell(known, 0.5, "a") or 0) < (seeds_to_tell(known, 0.5) or 0)
     assert seeds_to_tell(known, 0.001) is None
     assert seeds_to_tell(known._replace(variance=1e-9), 1.0) == 2

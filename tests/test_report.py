@@ -29,7 +29,7 @@ from test_recipes import EXPECTATIONS
 from vitray.config import load_run
 from vitray.config.model_names import parse_name
 from vitray.config.parsing import parse_overrides
-from vitray.metrics.groups import pool, tukey
+from vitray.metrics.groups import dunnett, pool, tukey
 from vitray.pages.files import csv_text
 from vitray.pages.plotting import DARK, LIGHT, to_png
 from vitray.pages.rendering import ENVIRONMENT, Column, Table
@@ -260,6 +260,23 @@ def test_the_page_says_what_seeds_have_in_common_and_how_many_would_tell():
     loss = results_of(repeated(near, goal="val/loss", mode="min"))
     assert loss.seeds_to_tell is None
     assert "seeds a group" not in render(loss, {}, b"")
+
+
+def test_groups_are_compared_with_the_control_that_a_space_names():
+    near = {"a": {0: 0.58, 1: 0.62, 2: 0.67}, "b": {0: 0.56, 1: 0.6, 2: 0.64}, "c": {0: 0.51, 1: 0.5, 2: 0.53}}
+    results = results_of(repeated(near, control={"optim.rule.kind": "b"}))
+    assert [(pair.one.label, pair.other.label) for pair in results.pairs] == [
+        ("rule a", "rule b"),
+        ("rule c", "rule b"),
+    ]
+    pooled = pool(near, by_seed=False)
+    assert pooled is not None
+    assert [pair.difference for pair in results.pairs] == [*dunnett(pooled, "b").values()]
+    text = html.unescape(render(results, {}, b""))
+    assert "p are Dunnett's: they hold for all differences from the control together." in text
+    assert "is not clearly different from rule b" in text
+    # Until the control has two seeds, there is nothing to compare with.
+    assert results_of(repeated(near | {"b": {0: 0.56}}, control={"optim.rule.kind": "b"})).pairs == []
 
 
 def test_groups_are_ordered_by_their_means_as_if_each_had_all_seeds():

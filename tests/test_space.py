@@ -573,6 +573,19 @@ FAULTY = [
         "space:\n  seed: {seeds: 2}\ngoal: {mode: maximum}",
         "space.yaml:3: goal.mode: got 'maximum', expected 'max' or 'min'",
     ),
+    (
+        "space:\n  task.mode: {grid: [full, attn]}\ngoal: {control: {mode: full}}",
+        "space.yaml:3: goal.control.mode: is no setting or case of the space",
+        "did you mean task.mode",
+    ),
+    (
+        "space:\n  task.mode: {grid: [full, attn]}\ngoal: {control: {task.mode: ffn}}",
+        "space.yaml:3: goal.control: fits 0 groups of the space, expected the settings of one",
+    ),
+    (
+        "space:\n  task.mode: {grid: [full, attn]}\n  optim.lr: {grid: [1, 2]}\ngoal: {control: {task.mode: full}}",
+        "space.yaml:4: goal.control: fits 2 groups of the space",
+    ),
     ("space:\n  seed: {seeds: 2}\nfailures: 1.5", "space.yaml:3: failures: got 1.5, expected less than or equal to 1"),
     ("space:\n  seed: {seeds: 2}\nbudgets: {}", "space.yaml:3: budgets: unknown setting", "did you mean budget"),
 ]

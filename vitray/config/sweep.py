@@ -232,6 +232,9 @@ class Goal(Section):
     metric: Text = "val/top1"
     """If omitted, and an image has several labels: val/map."""
     mode: Literal["max", "min"] = "max"
+    control: dict[str, Any] | None = None
+    """Settings of the group that all others are compared with, by Dunnett's test; null: each is compared with each, by
+    Tukey's."""
 
 
 class Grid(Section):

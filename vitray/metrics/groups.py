@@ -9,7 +9,7 @@ Shapes: G groups, S seeds, R runs.
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from vitray.metrics.intervals import LEVEL, POWER
 
 # More seeds than that are not named.
 MOST_SEEDS = 1_000
+# Points of Dunnett's integral, whose error is then about 2e-4.
+POINTS = 50_000
 
 Scores = Mapping[str, Mapping[Hashable, float]]
 """{group: {seed: score}}"""
@@ -129,18 +131,52 @@ def tukey(pooled: Pooled, pairs: Sequence[tuple[str, str]]) -> list[GroupDiffere
     ]
 
 
-def seeds_to_tell(pooled: Pooled, difference: float) -> int | None:
-    """Return the seeds a group with which Tukey's test finds a difference with a chance of `POWER`; None: over 1,000.
+def dunnett(pooled: Pooled, control: str) -> dict[str, GroupDifference]:
+    """Return {group: its difference from the control} by Dunnett's test, which holds for all these groups."""
+    others = [name for name in pooled.groups if name != control]
+    contrasts = np.array([[(name == one) - (name == control) for name in pooled.groups] for one in others], float)
+    factors = contrasts @ pooled.factors @ contrasts.T
+    correlation = factors / np.sqrt(np.outer(factors.diagonal(), factors.diagonal()))
+    reach = _dunnett_reach(correlation, pooled.freedom)
 
-    The variance is taken as it is.
+    def tail(t: float) -> float:
+        return _exceeded(t, correlation, pooled.freedom)
+
+    return {name: difference_of(*pooled.difference(name, control), reach, tail) for name in others}
+
+
+def _exceeded(t: float, correlation: np.ndarray, freedom: float) -> float:
+    """Return the probability that some contrast is beyond t standard errors where no group differs."""
+    from scipy.stats import multivariate_t  # loads slowly
+
+    law: Any = multivariate_t
+    bounds = np.full(len(correlation), t)
+    return 1 - float(law.cdf(bounds, shape=correlation, df=freedom, lower_limit=-bounds, maxpts=POINTS, random_state=0))
+
+
+def _dunnett_reach(correlation: np.ndarray, freedom: float) -> float:
+    from scipy.optimize import brentq  # loads slowly
+
+    found: Any = brentq(lambda t: _exceeded(t, correlation, freedom) - (1 - LEVEL), 0.1, 1e4, xtol=1e-6)
+    return found
+
+
+def seeds_to_tell(pooled: Pooled, difference: float, control: str | None = None) -> int | None:
+    """Return the seeds a group with which a test finds a difference with a chance of `POWER`; None: over 1,000.
+
+    The test is Tukey's, or with a control Dunnett's. The variance is taken as it is.
     """
     from scipy.special import ndtri  # loads slowly
     from scipy.stats import studentized_range
 
     count, strength = len(pooled.groups), float(ndtri(POWER))
+    of_control = (np.eye(count - 1) + 1) / 2  # two differences share half of their variance, that of the control
 
     def wanted(freedom: float) -> float:
-        reach = float(studentized_range.ppf(LEVEL, count, freedom)) / math.sqrt(2)
+        if control is None:
+            reach = float(studentized_range.ppf(LEVEL, count, freedom)) / math.sqrt(2)
+        else:
+            reach = _dunnett_reach(of_control, min(freedom, 1e6))  # scipy's law of infinite freedom has no lower limit
         return 2 * pooled.variance * ((reach + strength) / difference) ** 2
 
     # The limit of many seeds, from below, is nearly reached where the test has some degrees of freedom.

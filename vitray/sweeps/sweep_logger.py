@@ -213,6 +213,7 @@ class SweepLogger:
             circumstances=host_facts.facts(),
             trials=trials,
             shared_stage=space.shared_stage,
+            control=space.goal.control,
         )
         with scratch_folder() as folder:
             for path in write_report(result, folder):

@@ -25,7 +25,6 @@ from vitray.sweeps.report.papers import TITLE
 from vitray.sweeps.report.results import (
     COSTS,
     MODEL,
-    REPEATS,
     STATES,
     Cost,
     Group,
@@ -41,6 +40,7 @@ from vitray.sweeps.report.results import (
     value_text,
     varied_settings,
 )
+from vitray.sweeps.space import REPEATS
 from vitray.system import storage
 
 FIELDS = ("name", "state", "reason", "goal", *(cost.field for cost in COSTS), "command", "run_url")
@@ -253,7 +253,10 @@ def _differences(results: Results, pictures: Sequence[Picture]) -> Mapping[str, 
     if results.scatter_p is not None and results.scatter_p < 1 - LEVEL:
         prose += f" They do not (Bartlett's test, p {p_text(results.scatter_p)}): between groups that scatter most,"
         prose += " intervals are too narrow, and p too small."
-    prose += " Intervals (95 %) and p are Tukey's: they hold for all pairs of groups together."
+    if results.sweep.control is None:
+        prose += " Intervals (95 %) and p are Tukey's: they hold for all pairs of groups together."
+    else:
+        prose += " Intervals (95 %) and p are Dunnett's: they hold for all differences from the control together."
     if measure.is_share and not results.folds:
         seeds, known = results.seeds_to_tell, max(len(group.scores) for group in results.scored)
         more = "" if seeds is None or seeds <= known else f", {seeds - known} more than there are,"

@@ -9,18 +9,16 @@ from itertools import combinations
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from vitray.config.model_names import Name
-from vitray.metrics.groups import GroupDifference, overlap_of_folds, pool, scatter_p, seeds_to_tell, tukey
+from vitray.metrics.groups import GroupDifference, dunnett, overlap_of_folds, pool, scatter_p, seeds_to_tell, tukey
 from vitray.metrics.intervals import Interval, wilson
 from vitray.sweeps.report.papers import PaperResult
-from vitray.sweeps.space import shape_of
+from vitray.sweeps.space import FOLD, REPEATS, SEED, shape_of
 
 TrialState = Literal["finished", "stopped early", "failed", "running", "waiting"]
 STATES: tuple[TrialState, ...] = get_args(TrialState)
 GoalMode = Literal["max", "min"]
 
-SEED, FOLD, MODEL, LR = "seed", "data.fold.index", "model.name", "optim.lr"
-# Settings whose values repeat a group, by what people call their values.
-REPEATS = {SEED: "seeds", FOLD: "folds"}
+MODEL, LR = "model.name", "optim.lr"
 # Settings whose values need no name beside them.
 UNNAMED = (MODEL, "task.mode")
 # Up to this number of groups, each is compared with each; more are compared with the best one.
@@ -84,6 +82,8 @@ class SweepResult(NamedTuple):
     trials: list[TrialResult]
     shared_stage: str | None = None
     """The stage from which all trials of a seed start, whatever their other settings; None: they share nothing."""
+    control: dict[str, Any] | None = None
+    """Settings of the group that the others are compared with."""
 
 
 class Cost(NamedTuple):
@@ -322,7 +322,7 @@ class Results(NamedTuple):
     measure: Measure
     groups: list[Group]
     pairs: list[Pair]
-    """Of groups with several finished seeds or folds, the better group first."""
+    """Of groups with several finished seeds or folds: the better group first, or a group and the control."""
     seeds_to_tell: int | None
     """The seeds a group with which a difference of one point would be found; None: too many, no shares, or folds."""
     scatter_p: float | None
@@ -391,13 +391,22 @@ def results_of(sweep: SweepResult) -> Results:
     groups = [known[name] for name in order]
     if pooled is None:
         return Results(sweep, measure, groups, [], None, None)
-    first, *rest = (name for name in order if name in pooled.groups)
-    pairs = [*combinations((first, *rest), 2)] if len(rest) < MOST_COMPARED else [(first, other) for other in rest]
-    found = [
-        Pair(known[one], known[other], difference)
-        for (one, other), difference in zip(pairs, tukey(pooled, pairs), strict=True)
-    ]
-    seeds = seeds_to_tell(pooled, 0.01) if measure.is_share and not folds else None
+    compared = [name for name in order if name in pooled.groups]
+    control = None
+    if sweep.control is not None:
+        control = next((name for name in compared if sweep.control.items() <= known[name].settings.items()), None)
+        if control is None:  # it has no two seeds yet
+            return Results(sweep, measure, groups, [], None, None)
+        of_control = dunnett(pooled, control)
+        found = [Pair(known[name], known[control], of_control[name]) for name in compared if name != control]
+    else:
+        first, *rest = compared
+        pairs = [*combinations(compared, 2)] if len(rest) < MOST_COMPARED else [(first, other) for other in rest]
+        found = [
+            Pair(known[one], known[other], difference)
+            for (one, other), difference in zip(pairs, tukey(pooled, pairs), strict=True)
+        ]
+    seeds = seeds_to_tell(pooled, 0.01, control) if measure.is_share and not folds else None
     return Results(sweep, measure, groups, found, seeds, None if shares else scatter_p(scores))
 
 

@@ -6,6 +6,9 @@ from vitray.sweeps.space.checks import check_space as check_space
 from vitray.sweeps.space.checks import extend_space as extend_space
 from vitray.sweeps.space.checks import read_space as read_space
 from vitray.sweeps.space.checks import split_overrides as split_overrides
+from vitray.sweeps.space.points import FOLD as FOLD
+from vitray.sweeps.space.points import REPEATS as REPEATS
+from vitray.sweeps.space.points import SEED as SEED
 from vitray.sweeps.space.points import STAGES_DIR as STAGES_DIR
 from vitray.sweeps.space.points import Space as Space
 from vitray.sweeps.space.points import SweepPoint as SweepPoint

@@ -1,6 +1,7 @@
 """Reading and checking of spaces: every fault gets one message with its line."""
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from vitray.sweeps.space.points import (
     CHANGEABLE,
     LONGEST_NAME,
     PLACEHOLDER,
+    REPEATS,
     SETTINGS,
     Space,
     SweepPoint,
@@ -134,7 +136,7 @@ def check_space(space: Space, base: Run) -> list[SweepPoint]:
 def _check(space: Space, places: Mapping[str, str], source: str) -> None:
     """Refuse a space with an unknown, unused or impossible part."""
     faults = (_text_faults, _lookup_faults, _name_faults, _group_faults, _case_faults, _stage_faults, _where_faults)
-    faults += (_population_faults, _point_faults)
+    faults += (_population_faults, _point_faults, _control_faults)
     for part, fault in itertools.chain.from_iterable(find(space) for find in faults):
         raise ConfigError(f"{places.get(part, source)}: {part}: {fault}")
 
@@ -309,3 +311,20 @@ def _point_faults(space: Space) -> Iterator[tuple[str, str]]:
         return
     if not points:
         yield "where", "no point satisfies it, expected at least one"
+
+
+def _control_faults(space: Space) -> Iterator[tuple[str, str]]:
+    control, shown = space.goal.control, [name for name, each in space.space.items() if "." in name or each.cases]
+    if control is None:
+        return
+    for name in control:
+        if name not in shown:
+            yield f"goal.control.{name}", f"is no setting or case of the space{nearest(name, shown)}"
+    if space.search.traits.is_exhaustive:
+        groups = {
+            json.dumps({name: value for name, value in point.shown.items() if name not in REPEATS}, default=str)
+            for point in grid_points(space)
+            if control.items() <= point.shown.items()
+        }
+        if len(groups) != 1:
+            yield "goal.control", f"fits {len(groups)} groups of the space, expected the settings of one"

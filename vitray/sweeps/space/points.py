@@ -33,6 +33,9 @@ from vitray.errors import ConfigError, nearest
 from vitray.sweeps.space.expressions import evaluate, names_in
 
 STAGES_DIR = "before"  # the folder of the stages in a sweep's folder
+SEED, FOLD = "seed", "data.fold.index"
+# Settings whose values repeat a group, by what people call their values.
+REPEATS = {SEED: "seeds", FOLD: "folds"}
 LONGEST_NAME = 180  # bytes; storage allows 200, and a population adds ` continuation=12`
 # Settings that a checkpoint of a run does not depend on; with a final dot, all settings of a section.
 CHANGEABLE = ("optim.lr", "data.augment.", "data.mix.")
