@@ -15,13 +15,14 @@ from vitray.sweeps.trial_store import read_entries, read_record
 from vitray.system import storage
 from vitray.system.host_facts import facts
 
-NOTHING = {"machines": {}, "trials": [], "stages": [], "labels": []}
+NOTHING = {"machines": {}, "trials": [], "stages": [], "labels": [], "views": []}
+PROBES = ("linear", "few_shot", "knn")
 COSTS = ("device_seconds", "model_bytes", "peak_memory_bytes", "images_per_second")
 
 
 def collect(sweeps: str, known: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
     """Return the known records, updated with those of the sweeps and label probes in SWEEPS."""
-    records = {key: rows.copy() for key, rows in known.items()}
+    records = {key: known.get(key, rows).copy() for key, rows in NOTHING.items()}
     for name, recipe, overrides in SWEEPS:
         sweep_dir = storage.join(sweeps, name)
         if storage.exists(storage.join(sweep_dir, SWEEP_META)):
@@ -31,12 +32,13 @@ def collect(sweeps: str, known: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
                 records["machines"][name] = machine_facts()
             records["trials"] = merged(records["trials"], trials, "trial")
             records["stages"] = merged(records["stages"], stage_rows(sweep_dir, name), "stage")
-    path = storage.join(sweeps, "labels", "results.json")
-    if storage.exists(path):
-        records["labels"] = []
-        for scores in storage.read_json(path)["models"]:
-            kept = {key: value for key, value in scores.items() if key.startswith(("linear", "few_shot"))}
-            records["labels"].append({"model": network_of(scores["url"], sweeps), **kept})
+    for name in ("labels", "views"):
+        path = storage.join(sweeps, name, "results.json")
+        if storage.exists(path):
+            records[name] = []
+            for scores in storage.read_json(path)["models"]:
+                kept = {key: value for key, value in scores.items() if key.startswith(PROBES)}
+                records[name].append({"model": network_of(scores["url"], sweeps), **kept})
     return records
 
 

@@ -28,7 +28,9 @@ from cifar10_texts import (
     LABELS,
     METHOD,
     NOT_TESTED,
+    ROUTES,
     THINGS,
+    VIEWS,
     Thing,
     stem_references,
 )
@@ -139,6 +141,8 @@ def page(records: Mapping[str, Any]) -> str:
     parts += folded("How it was measured", [METHOD, machine(records)])
     for thing in THINGS:
         parts += folded(thing.title, thing_parts(thing, records))
+    if records["views"]:
+        parts += folded("Without labels: views and masks", [VIEWS, views_table(records)])
     labels = [LABELS, labels_table(records)]
     if label_curves(records):
         labels += [f"![Linear probes by the share of labels](images/{LABELS_PICTURE})", LABEL_CURVES]
@@ -328,9 +332,7 @@ def labels_table(records: Mapping[str, Any]) -> str:
     for route, found in label_scores(records).items():
         texts = []
         for name in names:
-            scores = [row[name] for row in found if row.get(name) is not None]
-            spread = f" ± {points(stdev(scores))}" if len(scores) > 1 else ""
-            texts.append(f"{points(fmean(scores))}{spread}" if scores else NOT_MEASURED)
+            texts.append(mean_text([row[name] for row in found if row.get(name) is not None]))
         rows.append(f"| {route} | {len(found)} | {' | '.join(texts)} |")
     return "\n".join(rows)
 
@@ -362,6 +364,30 @@ def costs_table(records: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
+def views_table(records: Mapping[str, Any]) -> str:
+    """Return the probes of each objective without labels, and the accuracy after training with all labels."""
+    names = {"knn20": "kNN", "linear": "linear", "few_shot10": "10 labels a class"}
+    rows = [f"| objective | seeds | {' | '.join(names.values())} | trained on with labels | minutes |"]
+    rows.append("|---|---|" + "---|" * (len(names) + 2))
+    for route, (label, tuned) in ROUTES.items():
+        probed = [row for row in records["views"] if f"/route={route} " in row["model"]]
+        trained, after = (
+            [row for row in records["trials"] if row["sweep"] == sweep and row["drawn"]["route"] == name]
+            for sweep, name in (("cifar10_views", route), ("cifar10_views_tuned", tuned))
+        )
+        texts = [mean_text([row[name] for row in probed if name in row]) for name in names]
+        texts.append(mean_text([row["top1"] for row in after]))
+        minutes = median([row["wall_seconds"] for row in trained]) / 60 if trained else None
+        rows.append(f"| {label} | {len(probed)} | {' | '.join(texts)} | {number(minutes)} |")
+    return "\n".join(rows)
+
+
+def mean_text(scores: Sequence[float]) -> str:
+    """Return the mean and, of several, the standard deviation of scores in percent."""
+    spread = f" ± {points(stdev(scores))}" if len(scores) > 1 else ""
+    return f"{points(fmean(scores))}{spread}" if scores else NOT_MEASURED
+
+
 def points(share: float) -> str:
     """Return a share in percent."""
     return f"{100 * share:.2f}"
@@ -376,7 +402,7 @@ def main(sweeps: str | None) -> None:
     """Write the records, if there are sweeps to read, the page and its pictures."""
     from cifar10_pictures import draw_all  # which imports this module
 
-    records = known = json.loads(RECORDS.read_text()) if RECORDS.exists() else NOTHING
+    records = known = NOTHING | (json.loads(RECORDS.read_text()) if RECORDS.exists() else {})
     if sweeps and (records := collect(sweeps, known)) == known:
         print(f"{sweeps}: no new trial")
     if records != known:

@@ -174,6 +174,31 @@ vitray evaluate sweeps/cifar10_stems/"vit_u6x1_16 route=supervised"*/model \\
     --probes linear few_shot --train-shares 0.05 0.1 0.5 --out sweeps/labels
 ```"""
 
+ROUTES = {
+    "none": ("none: random weights, pooled stem", "random"),
+    "none_linear": ("none: random weights, linear stem", "random_linear"),
+    "lejepa": ("LeJEPA", "lejepa"),
+    "dino": ("DINO and KoLeo", "dino"),
+    "mae": ("MAE, linear stem", "mae"),
+    "beit": ("BeiT, linear stem", "beit"),
+}
+"""{case of cifar10_views: (its name, case of cifar10_views_tuned)}"""
+VIEWS = """\
+The network of cifar10_speedrun learns from the 50,000 photographs without labels: from views (LeJEPA, DINO) or from
+masks (MAE, BeiT), each for about as long. Its frozen features are then read by a nearest-neighbor probe (20), by
+logistic regression and by least squares of 10 labels a class; and the whole network is trained on with all labels for
+six epochs. Mean and standard deviation over seeds, in percent of test. Masked networks have a linear stem, as pooled
+convolutions would show them hidden pixels: compare each with random weights of its own stem.
+
+<!-- not run: trains for hours -->
+```
+vitray train cifar10_tokenizer --here model.name=vit_u4x1_4 model.image_size=32 data.cache=none \\
+    data.augment.crop.padding=4 --name codes
+vitray sweep cifar10_lejepa cifar10_views --here --name cifar10_views
+vitray evaluate sweeps/cifar10_views/*/model data/cifar10 --split test --probes knn linear few_shot --out sweeps/views
+vitray sweep cifar10_speedrun cifar10_views_tuned --here --name cifar10_views_tuned
+```"""
+
 LABEL_CURVES = """\
 Means of the linear probes over the seeds of the table, with Student's 95 % interval.
 

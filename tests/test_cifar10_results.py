@@ -56,8 +56,7 @@ def row_of(page, start):
 
 def test_the_page_is_that_of_its_records():
     """Run `python experiments/cifar10_results.py` after a change."""
-    stored = cifar10_results.RECORDS
-    records = json.loads(stored.read_text()) if stored.exists() else cifar10_results.NOTHING
+    records = cifar10_results.NOTHING | json.loads(cifar10_results.RECORDS.read_text())
     assert cifar10_results.PAGE.read_text() == cifar10_results.page(records)
 
 
@@ -69,6 +68,19 @@ def test_the_numbers_of_the_summary_are_those_of_the_tables():
     assert len(numbers) > 6
     for number in numbers:
         assert re.search(rf"(?<![\d.]){re.escape(number).lstrip('+')}(?![\d.])", tables), number
+
+
+def test_objectives_without_labels_stand_beside_each_other():
+    probed = [{"model": f"cifar10_views/route=dino seed={seed}", "knn20": 0.5 + seed / 10} for seed in range(3)]
+    trained = [("cifar10_views", "dino", None), ("cifar10_views_tuned", "dino", 0.8), ("cifar10_views", "mae", None)]
+    trials = [
+        {"sweep": sweep, "drawn": {"route": route}, "top1": top1, "wall_seconds": 600.0}
+        for sweep, route, top1 in trained
+    ]
+    table = cifar10_results.views_table(cifar10_results.NOTHING | {"views": probed, "trials": trials})
+    assert row_of(table, "| DINO").endswith("| 3 | 60.00 ± 10.00 | not measured | not measured | 80.00 | 10 |")
+    assert row_of(table, "| MAE").endswith("| 0 | not measured | not measured | not measured | not measured | 10 |")
+    assert "| none: random weights, linear stem | 0 |" in table
 
 
 def test_without_records_every_cell_is_not_measured():
