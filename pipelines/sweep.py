@@ -46,7 +46,7 @@ def main(args: list[str]) -> dict[str, Any]:
     if options.here:
         from vitray.sweeps.sweep_here import sweep_here
 
-        outcome = sweep_here(inputs.recipe, inputs.space, name, options.out, f"{command} --here")
+        outcome = sweep_here(inputs.recipe, inputs.space, name, options.out, f"{command} --here", inputs.stages)
         return {"name": name} if outcome is None else outcome._asdict()
     return sweep(inputs.recipe, inputs.space, name, options.out, command, inputs.stages)._asdict()
 

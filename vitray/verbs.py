@@ -353,7 +353,7 @@ def sweep(
     if here:
         from vitray.sweeps.sweep_here import sweep_here
 
-        sweep_here(inputs.recipe, inputs.space, name, out, f"{command} --here")
+        sweep_here(inputs.recipe, inputs.space, name, out, f"{command} --here", inputs.stages)
     else:
         from vitray.sweeps.sweep import sweep as sweep_verb
 

@@ -20,8 +20,8 @@ from vitray.runs.resolve import check_storage
 from vitray.runs.train import train
 from vitray.runs.train_here import check_settings
 from vitray.runs.trial_hook import TrialHook
-from vitray.sweeps.plan import Recipe, SweepPlan, plan_sweep, this_machine
-from vitray.sweeps.space import Space, check_space, run_of
+from vitray.sweeps.plan import Recipe, Stage, SweepPlan, plan_stages, plan_sweep, this_machine
+from vitray.sweeps.space import STAGES_DIR, Space, check_space, run_of
 from vitray.sweeps.sweep import begun
 from vitray.sweeps.trial_store import RecordState, Scored, TrialRecord, TrialStore, read_record, recorded, write_record
 from vitray.system import storage
@@ -36,22 +36,44 @@ PATIENCE = 600.0
 TRIAL_PATIENCE = 1.0
 
 
-def sweep_here(recipe: Recipe, space: Space, name: str, out: str, command: str) -> "SweepOutcome | None":
+def sweep_here(
+    recipe: Recipe,
+    space: Space,
+    name: str,
+    out: str,
+    command: str,
+    stage_recipes: Mapping[str, Recipe] | None = None,
+    waits: bool = False,
+) -> "SweepOutcome | None":
     """Train the trials that no other process trains, and return the outcome; None if others still train.
 
-    `command` repeats the sweep, or shares it.
+    `command` repeats the sweep, or shares it; `stage_recipes` has the recipe of each stage of the space, whose trials
+    are shared in the same way before. `waits`: for others to train theirs, as the trials of a stage are.
     """
     storage.check_name(name, "name")
     sweep_dir = storage.join(storage.absolute(out), name)
     check_storage(sweep_dir)
-    check_here(space, recipe.run)
+    stages = plan_stages(recipe.run, space, stage_recipes or {}, sweep_dir)
+    for each in (Stage(name, recipe, space), *stages):
+        check_here(each.space, each.recipe.run)
+    if stages:  # before they train for hours
+        plan_sweep(recipe.run, space, [this_machine()], sweep_dir, ready=False)
+    for stage in stages:
+        own_name = storage.join(name, STAGES_DIR, stage.name)
+        sweep_here(stage.recipe, stage.space, own_name, out, command, waits=True)
     plan = plan_sweep(recipe.run, space, [this_machine()], sweep_dir)
     begin = partial(begun, plan, recipe, name, command, sweep_dir, follows=False)
     with own_folder(sweep_dir, name, PATIENCE) as ownership, begin(ownership.id) as logger:
         store, uid = logger.store, logger.uid
     print(f"\n  {name}: {len(store.trials)} trials, by each process of this command one at a time\n", file=sys.stderr)
     started, watches = time.monotonic(), {trial: Watch(store.run_dir(trial)) for trial in store.trials}
-    while not store.is_spent(space, plan.trials, started) and (trial := _next(store, watches)):
+    while not store.is_spent(space, plan.trials, started):
+        if (trial := _next(store, watches)) is None:
+            if not waits or not _waiting(store):
+                break
+            time.sleep(POLL_SECONDS)
+            store.read_again()
+            continue
         with suppress(OwnershipLost):  # another process was faster
             _train(plan, store, uid, trial)
         store.read_again()
@@ -71,8 +93,6 @@ def check_here(space: Space, base: Run) -> None:
             f"compute.workers: got {base.compute.workers} with --here, expected 1: a trial is one process"
         )
     wanted = "with --here, where each process trains the trials that are left: sweep without it, on Ray"
-    if space.before:
-        raise ConfigError(f"before: got {', '.join(space.before)}, expected no stages {wanted}")
     if space.search.traits.learns:
         raise ConfigError(f"search.kind: got {space.search.kind}, expected grid or random {wanted}")
     if space.scheduler.kind != "none":
