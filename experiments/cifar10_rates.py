@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from cifar10_texts import THINGS
+from cifar10_texts import COMING, THINGS
 
 import tune_spaces
 from pipelines import recipes
@@ -43,7 +43,7 @@ class Tried(NamedTuple):
 
 def main(sweeps: str) -> None:
     """Choose the rates of every space whose sweep is complete, and print each cell."""
-    for thing in THINGS:
+    for thing in (*THINGS, *COMING):
         name = thing.space
         sweep_dir = storage.join(sweeps, f"{name}_rates")
         tried, missing = read_tried(sweep_dir, f"{name}_rates")

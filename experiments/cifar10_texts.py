@@ -97,12 +97,57 @@ THINGS = (
     ),
 )
 
-LONG = ("optim.duration=30 epochs", "evaluate.every=5 epochs", "checkpoint.every=5 epochs")
+
+def epochs(number: int, parts: int = 1) -> tuple[str, ...]:
+    """Return the overrides of a run of so many epochs, which is evaluated and saved after each of some parts."""
+    return (f"optim.duration={number} epochs", *(f"{each}.every={number // parts} epochs" for each in EACH_PART))
+
+
+EACH_PART = ("evaluate", "checkpoint")
+PARTS = ("model.image_size=32", "data.augment.crop.padding=4", "optim.duration=4 epochs")
+COMING = (
+    Thing(
+        space="cifar10_branches",
+        title="Thing 1: depth and branches",
+        recipe="cifar10_speedrun",
+        overrides=epochs(14, 2),
+        rate_overrides=(*epochs(5), DEVELOPMENT),
+        label="{depth}x{branches}",
+        references=None,
+        text="",
+        paper="",
+    ),
+    Thing(
+        space="cifar10_parts",
+        title="Thing 2: fine-tuning of parts",
+        recipe="cifar10_finetune",
+        overrides=PARTS,
+        rate_overrides=(*PARTS, DEVELOPMENT),
+        label="{mode}",
+        references=None,
+        text="",
+        paper="",
+        control="full",
+        shares_networks=True,
+    ),
+    Thing(
+        space="cifar10_stem_routes",
+        title="Thing 3: stems and masked pre-training",
+        recipe="cifar10_speedrun",
+        overrides=epochs(14, 2),
+        rate_overrides=(*epochs(5), DEVELOPMENT),
+        label="{stem}, {route}",
+        references=None,
+        text="",
+        paper="",
+    ),
+)
+"""The same things where networks have learned: recorded as they are trained, and not on the page before all are."""
 SWEEPS = (
-    *((thing.space, thing.recipe, thing.overrides) for thing in THINGS),
-    *((f"{thing.space}_rates", thing.recipe, thing.rate_overrides) for thing in THINGS),
+    *((thing.space, thing.recipe, thing.overrides) for thing in (*THINGS, *COMING)),
+    *((f"{thing.space}_rates", thing.recipe, thing.rate_overrides) for thing in (*THINGS, *COMING)),
     ("cifar10_ideas", "cifar10_speedrun", (DEVELOPMENT,)),
-    ("cifar10_long_ideas", "cifar10_speedrun", (*LONG, DEVELOPMENT)),
+    ("cifar10_long_ideas", "cifar10_speedrun", (*epochs(30, 6), DEVELOPMENT)),
     ("cifar10_views", "cifar10_lejepa", ()),
     ("cifar10_views_tuned", "cifar10_speedrun", ()),
 )

@@ -701,6 +701,8 @@ def test_trials_share_a_stage_that_depends_on_their_seed_alone():
     assert {name: stage for name, stage in shared.items() if stage} == {
         "cifar10_finetune_mode": "pretrained",
         "cifar10_finetune_mode_rates": "pretrained",
+        "cifar10_parts": "pretrained",
+        "cifar10_parts_rates": "pretrained",
     }
 
 
@@ -737,6 +739,8 @@ def test_a_header_has_purpose_and_source(path):
         ("cifar10_depth_x_branches", 20), ("cifar10_depth_x_branches_rates", 16), ("cifar10_finetune_mode", 30),
         ("cifar10_finetune_mode_rates", 25), ("cifar10_stems", 36), ("cifar10_stems_rates", 46), ("few_labels", 15),
         ("cifar10_ideas", 15), ("cifar10_long_ideas", 5), ("cifar10_views", 14), ("cifar10_views_tuned", 14),
+        ("cifar10_branches", 15), ("cifar10_branches_rates", 27), ("cifar10_parts", 15), ("cifar10_parts_rates", 27),
+        ("cifar10_stem_routes", 12), ("cifar10_stem_routes_rates", 12),
     ],
 )  # fmt: skip
 def test_spaces_have_the_points_of_the_papers_figures(name, points):
@@ -766,7 +770,7 @@ def test_each_cell_of_cifar_has_a_rate_that_was_tried_on_the_development_part(na
     rates = Counter(json.dumps({**json.loads(cell), "rate": None}) for cell in cells(tried))
     assert len(rates) == number
     assert min(rates.values()) >= 3
-    assert len(grid_points(final)) == number * (3 if name == "cifar10_stems" else 5)
+    assert len(grid_points(final)) == number * (3 if name.startswith("cifar10_stem") else 5)
     # The stages differ in nothing but the hold-out, which the command of the rates has.
     assert tried.before == final.before
     (*_, words), (*_, final_words) = sweeps(tune_spaces.path_of(f"{name}_rates")), sweeps(tune_spaces.path_of(name))

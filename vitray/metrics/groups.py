@@ -134,6 +134,8 @@ def tukey(pooled: Pooled, pairs: Sequence[tuple[str, str]]) -> list[GroupDiffere
 def dunnett(pooled: Pooled, control: str) -> dict[str, GroupDifference]:
     """Return {group: its difference from the control} by Dunnett's test, which holds for all these groups."""
     others = [name for name in pooled.groups if name != control]
+    if len(others) == 1:  # Student's test, and no draws
+        return {others[0]: tukey(pooled, [(others[0], control)])[0]}
     contrasts = np.array([[(name == one) - (name == control) for name in pooled.groups] for one in others], float)
     factors = contrasts @ pooled.factors @ contrasts.T
     largest = _largest(factors / np.sqrt(np.outer(factors.diagonal(), factors.diagonal())), pooled.freedom)
