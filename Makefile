@@ -47,7 +47,8 @@ PROCESSES := 3
 PYTEST = -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder --durations=20
 
 # A test whose end hangs after its own timeout shows where, and ends its process.
-BOUND := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+SECONDS := 600
+BOUND = -o faulthandler_timeout=$(SECONDS) -o faulthandler_exit_on_timeout=true
 
 test: .venv/.installed  ## install missing packages and run the tests (CPU, about ten minutes)
 	@$(BIN)/python $(PYTEST) $(BOUND)
@@ -71,8 +72,9 @@ PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql slurm-wlm chromium 
 	@touch $@
 
 test-full: PROCESSES := 2
+test-full: SECONDS := 3600
 test-full: .venv/.packages  ## run the slow and GPU tests too; installs their packages, as root
-	@$(BIN)/python $(PYTEST) -m ''
+	@$(BIN)/python $(PYTEST) $(BOUND) -m ''
 
 gpu-report: .venv/.installed  ## measure this machine's GPU in eight minutes, for docs/gpu.md
 	$(BIN)/python -m experiments.gpu_report
