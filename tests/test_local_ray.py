@@ -19,6 +19,8 @@ import pytest
 from hosts import Site
 from image_sets import write_dataset, write_network
 
+from vitray.cluster import local_ray
+
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parent.parent
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
@@ -150,6 +152,24 @@ except KeyError:
 with ray_session(keep=True):
     print(first, second, address(), *[child.pid for child in psutil.Process().children(recursive=True)])
 """
+
+
+def test_a_port_that_ray_draws_for_two_of_its_servers_is_drawn_again():
+    """Ray refuses a free port that is its agent's default: about one start in 28,000."""
+    errors = [
+        ValueError("Ray component dashboard_agent_http is trying to use a port number 52365 that is used by"),
+        None,
+    ]
+
+    def init():
+        if error := errors.pop(0):
+            raise error
+
+    local_ray._call(init)
+    assert not errors
+    errors = [ValueError("num_cpus"), ValueError("num_cpus")]
+    with pytest.raises(ValueError, match="num_cpus"):
+        local_ray._call(init)
 
 
 @pytest.mark.slow

@@ -23,13 +23,20 @@ _end = threading.Event()
 def start(init: Callable[[], Any]) -> None:
     """Start Ray with a function, and remember its processes."""
     others = psutil.Process().children()
-    init()
+    _call(init)
     _processes[:] = [child for child in psutil.Process().children() if child not in others]
     _raylets[:] = [process for process in _processes if process.name() == "raylet"]
     _end.clear()
     # It waits from now on: no thread can start while Python exits, when a kept Ray ends.
     _threads[:] = [threading.Thread(target=_kill_after_raylet, name="kill", daemon=True)]
     _threads[0].start()
+
+
+def _call(init: Callable[[], Any]) -> None:
+    try:
+        init()
+    except ValueError:  # before any process: a free port that Ray has drawn is 52365, which its agent takes
+        init()
 
 
 def shut_down(shutdown: Callable[[], Any]) -> None:
